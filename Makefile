@@ -1,0 +1,97 @@
+# heinfer. `make` lists the targets. Packages come from pip, at the versions of constraints.txt, into .venv.
+#
+#   make demo PYTHON=/usr/bin/python3.12     another Python
+#   make test TORCH=cpu                      PyTorch without CUDA, from PyTorch's own index
+#   make test ARGS="-m 'not slow' -x"        arguments for pytest
+
+PYTHON ?= python3
+TORCH ?= default
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Twice quiet: errors only.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints.txt
+
+# Wheels of constraints.txt on Linux x86-64 with Python 3.11.
+DEMO_SIZE := about 150 MB
+ifeq ($(TORCH),cpu)
+DEV_SIZE := about 390 MB
+PIP_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
+else
+DEV_SIZE := up to 2.9 GB, most of it PyTorch with CUDA (TORCH=cpu: about 390 MB)
+PIP_INDEX :=
+endif
+
+# Several processes share the machine: none may spin while it waits (see heinfer/processes.py).
+OMP_WAIT_POLICY ?= PASSIVE
+OPENBLAS_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY OPENBLAS_NUM_THREADS
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help setup setup-dev demo test check lint types format bench stubs clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup: $(VENV)/.installed ## make .venv with what running heinfer needs
+setup-dev: $(VENV)/.installed-dev ## the same with training and development tools
+
+demo: setup ## classify MNIST digits under encryption: untrusted server and trusted node on loopback
+	@$(BIN)/heinfer demo
+
+test: check ## lint, types, import contracts, then the test suite
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: lint types ## everything of `make test` but the tests
+
+lint: setup-dev ## ruff and the import contracts
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports --no-logo
+
+types: setup-dev ## mypy --strict
+	@$(BIN)/mypy
+
+format: setup-dev ## format and mend what ruff can
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: setup-dev ## run the scripts in benchmarks/
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+stubs: setup-dev ## generate heinfer/wire/proto/*_pb2* from heinfer.proto
+	@$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. \
+	    heinfer/wire/proto/heinfer.proto
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist .demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What the user can mend is said in one line, with the remedy.
+define refuse
+{ printf '%s\n' "$(1): make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+endef
+
+$(VENV)/.made:
+	@command -v $(PYTHON) >/dev/null || \
+	    $(call refuse,'$(PYTHON)' was not found. Install Python 3.11 or newer or name one)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	    $(call refuse,heinfer needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1 | head -n 1). Name another)
+	@$(PYTHON) -c 'import ensurepip; import venv' 2>/dev/null || \
+	    $(call refuse,'$(PYTHON)' has no venv module. Install it (Debian and Ubuntu: apt-get install python3-venv) or name another)
+	@echo "Making $(VENV) with $$($(PYTHON) -V)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "Installing heinfer into $(VENV), once. To download: $(DEMO_SIZE)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "Installing heinfer with its training and development tools into $(VENV), once. To download: $(DEV_SIZE)"
+	@$(PIP) $(PIP_INDEX) --editable '.[train,dev]'
+	@touch $(VENV)/.installed $@

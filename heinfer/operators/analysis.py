@@ -1,0 +1,156 @@
+"""What a program's integer matrix looks like row by row, without ever forming the matrix.
+
+Scales and norms travel through the steps as tensors of the values' shapes. For a 5x5 convolution of one channel with all
+weights at the limit, every row has l1 = 25 * 32767, l2 = 5 * 32767, 25 paths; at a padded border there are fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heinfer.errors import HeinferError
+from heinfer.operators.plain import evaluate_step, take, windows
+from heinfer.operators.program import Program
+from heinfer.operators.steps import Conv, MatMul, Rescale, Scale, Shift, Step, Sum, Take, WindowSum, sources_of
+from heinfer.ring.bounds import RowNorms
+
+Floats = NDArray[np.float64]
+
+
+class ScaleConflict(HeinferError):
+    """Values with different scales meet in one step.
+
+    Attributes:
+        step: position of the step in the program.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        super().__init__(f"step {step} adds values of different scales")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Row norms of one value, each array of shape (1, *shape); `distinct` while rows are different unit vectors."""
+
+    scale: Floats
+    l1: Floats
+    l2: Floats
+    paths: Floats
+    multiplicity: Floats
+    distinct: bool = False
+
+    @property
+    def live(self) -> NDArray[np.bool_]:
+        """Elements that depend on the input at all; the others are zero, whatever their scale."""
+        return self.l1 > 0
+
+
+def analyse(
+    program: Program, integers: Mapping[str, NDArray[Any]], scales: Mapping[str, Floats], factors: Mapping[str, Floats]
+) -> list[RowNorms]:
+    """Return the norms of every output of a full program.
+
+    Args:
+        program: full program.
+        integers: quantised weights and index maps.
+        scales: weight scale of every weighted step by its weights' name: per output channel for `Conv`, per column for
+            `MatMul`, per element for `Scale`.
+        factors: values of `Rescale` steps.
+    Raises:
+        ScaleConflict: values of different scales are added.
+    """
+    values: list[_Rows] = []
+    for shape in program.inputs:
+        ones = np.ones((1, *shape))
+        values.append(_Rows(ones, ones, ones, 0 * ones, 0 * ones, distinct=True))
+    for position, step in enumerate(program.steps):
+        sources = [values[s] for s in sources_of(step)]
+        values.append(_advance(position, step, sources, integers, scales, factors))
+    return [
+        RowNorms(rows.scale[0], rows.l1[0], rows.l2[0], rows.paths[0], rows.multiplicity[0])
+        for rows in (values[o] for o in program.outputs)
+    ]
+
+
+def _advance(
+    position: int,
+    step: Step,
+    sources: Sequence[_Rows],
+    integers: Mapping[str, NDArray[Any]],
+    scales: Mapping[str, Floats],
+    factors: Mapping[str, Floats],
+) -> _Rows:
+    match step:
+        case Conv() | MatMul() | Scale():
+            return _weigh(step, sources[0], integers[step.weights], scales[step.weights])
+        case Take():
+            return _move(step, sources, integers[step.indices] if step.indices else None)
+        case Sum():
+            return _add(position, sources)
+        case WindowSum():
+            return _pool(position, step, sources[0])
+        case Rescale():
+            return replace(sources[0], scale=sources[0].scale / factors[step.values][None])
+        case Shift():
+            return sources[0]
+
+
+def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], scale: Floats) -> _Rows:
+    absolute = np.abs(weights.astype(np.float64))
+
+    def apply(array: Floats, x: Floats) -> Floats:
+        local = replace(step, source=0)
+        return evaluate_step(local, {step.weights: array}, [x])
+
+    l1 = apply(absolute, rows.l1)
+    l2 = np.sqrt(apply(absolute**2, rows.l2**2)) if rows.distinct else l1
+    paths = apply(np.ones_like(absolute), rows.live.astype(np.float64))
+    shaped = scale.reshape(-1, 1, 1) if isinstance(step, Conv) else scale
+    return _Rows(np.broadcast_to(shaped, step.shape)[None].copy(), l1, l2, paths, np.ones_like(l1))
+
+
+def _move(step: Take, sources: Sequence[_Rows], indices: NDArray[np.int32] | None) -> _Rows:
+    def moved(name: str, fill: float) -> Floats:
+        return take([getattr(rows, name) for rows in sources], indices, step, fill)
+
+    used = indices[indices >= 0] if indices is not None else np.empty(0, np.int32)
+    distinct = all(rows.distinct for rows in sources) and len(np.unique(used)) == len(used)
+    return _Rows(
+        moved("scale", 1.0), moved("l1", 0.0), moved("l2", 0.0), moved("paths", 0.0), moved("multiplicity", 0.0), distinct
+    )
+
+
+def _add(position: int, sources: Sequence[_Rows]) -> _Rows:
+    scale, live = sources[0].scale, sources[0].live
+    for rows in sources[1:]:
+        if not np.array_equal(scale[live & rows.live], rows.scale[live & rows.live]):
+            raise ScaleConflict(position)
+        scale, live = np.where(live, scale, rows.scale), live | rows.live
+    return _Rows(
+        scale,
+        *(
+            np.sum([getattr(rows, name) for rows in sources], axis=0)
+            for name in ("l1", "l2", "paths", "multiplicity")
+        ),
+    )
+
+
+def _pool(position: int, step: WindowSum, rows: _Rows) -> _Rows:
+    def pooled(values: Floats) -> Floats:
+        return evaluate_step(replace(step, source=0), {}, [values])
+
+    # All live elements of a window must have one scale, which is then the window's.
+    live = windows(rows.live.astype(np.float64), step.window) > 0
+    scales = windows(rows.scale, step.window)
+    scale = np.where(live, scales, -np.inf).max(axis=(2, 3))
+    any_live = live.any(axis=(2, 3))
+    if np.any(any_live & (np.where(live, scales, np.inf).min(axis=(2, 3)) != scale)):
+        raise ScaleConflict(position)
+    scale = np.where(any_live, scale, 1.0)
+    return _Rows(scale, pooled(rows.l1), pooled(rows.l2), pooled(rows.paths), pooled(rows.multiplicity))

@@ -1,0 +1,93 @@
+"""Evaluate a program in float64: the reference of every encrypted block, and the source of its biases and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from heinfer.operators.program import Arrays, Program
+from heinfer.operators.steps import Conv, MatMul, Rescale, Scale, Shift, Step, Sum, Take, Window, WindowSum
+
+Floats = NDArray[np.float64]
+
+
+def evaluate_plain(program: Program, arrays: Arrays, inputs: Sequence[Floats]) -> list[Floats]:
+    """Evaluate a program on a batch.
+
+    Args:
+        program: full or server program.
+        arrays: its arrays; weights of any real dtype.
+        inputs: one array a program input, shape (samples, *shape).
+    Returns:
+        One float64 array an output, shape (samples, *shape).
+    """
+    values = [np.asarray(x, np.float64) for x in inputs]
+    for step in program.steps:
+        values.append(evaluate_step(step, arrays, values))
+    return [values[o] for o in program.outputs]
+
+
+def evaluate_step(step: Step, arrays: Arrays, values: Sequence[Floats]) -> Floats:
+    """Evaluate one step on the values so far; shapes as in `evaluate_plain`."""
+    match step:
+        case Conv():
+            return convolve(values[step.source], np.asarray(arrays[step.weights], np.float64), step)
+        case MatMul():
+            return values[step.source] @ np.asarray(arrays[step.weights], np.float64)
+        case Scale():
+            return values[step.source] * arrays[step.weights]
+        case Take():
+            return take([values[s] for s in step.sources], arrays[step.indices] if step.indices else None, step, 0.0)
+        case Sum():
+            total = step.signs[0] * values[step.sources[0]]
+            for sign, source in zip(step.signs[1:], step.sources[1:], strict=True):
+                total = total + sign * values[source]
+            return total
+        case WindowSum():
+            return windows(values[step.source], step.window).sum(axis=(2, 3))
+        case Shift():
+            return values[step.source] + arrays[step.values]
+        case Rescale():
+            return values[step.source] * arrays[step.values]
+
+
+def take(sources: Sequence[Floats], indices: NDArray[np.int32] | None, step: Take, fill: float) -> Floats:
+    """Apply an index map to values of shape (samples, *shape); -1 gives `fill`."""
+    samples = sources[0].shape[0]
+    flat = np.concatenate([s.reshape(samples, prod(s.shape[1:])) for s in sources], axis=1)
+    if indices is not None:
+        flat = np.concatenate([flat, np.full((samples, 1), fill)], axis=1)[:, indices]
+    return flat.reshape(samples, *step.shape)
+
+
+def convolve(x: Floats, weights: Floats, step: Conv) -> Floats:
+    """Return the convolution of x, shape (samples, C, H, W)."""
+    samples, channels = x.shape[:2]
+    patches = windows(x, step.window).reshape(
+        samples, step.group, channels // step.group * prod(step.window.kernel), prod(step.window.output)
+    )
+    matrices = weights.reshape(step.group, weights.shape[0] // step.group, -1)
+    return np.matmul(matrices[None], patches).reshape(samples, *step.shape)
+
+
+def windows(x: Floats, window: Window) -> Floats:
+    """View x (samples, C, H, W) as (samples, C, kh, kw, oh, ow), zeros outside."""
+    top, left, bottom, right = window.pads
+    reach = [
+        (window.output[i] - 1) * window.strides[i] + (window.kernel[i] - 1) * window.dilations[i] + 1 for i in range(2)
+    ]
+    # With ceil_mode the last window may reach beyond the padding.
+    bottom = max(bottom, reach[0] - x.shape[2] - top)
+    right = max(right, reach[1] - x.shape[3] - left)
+    padded = np.pad(x, ((0, 0), (0, 0), (top, bottom), (left, right)))
+    s0, s1, s2, s3 = padded.strides
+    return as_strided(
+        padded,
+        (*x.shape[:2], *window.kernel, *window.output),
+        (s0, s1, s2 * window.dilations[0], s3 * window.dilations[1], s2 * window.strides[0], s3 * window.strides[1]),
+        writeable=False,
+    )

@@ -1,0 +1,178 @@
+"""The bundle: the only thing that passes from compile time to run time.
+
+    bundle/plan.json     the plan
+    bundle/server/       plan.json, weights.safetensors: integer weights and index maps
+    bundle/node/         plan.json, scales.safetensors (biases, output scales, row norms), node_<i>.onnx
+    bundle/reference/    model.onnx as it came, blocks.json and blocks.safetensors: every block with its real weights
+
+Each party is given its own folder only. `reference/` is for `evaluate` and belongs to neither.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from heinfer.errors import PlanError
+from heinfer.operators import Program, evaluate_plain
+from heinfer.plan.files import check_folder, read_arrays, read_plan
+from heinfer.plan.schema import NodeStep, Plan
+from heinfer.ring import RowNorms
+
+WEIGHTS_FILE = "weights.safetensors"
+SCALES_FILE = "scales.safetensors"
+MODEL_FILE = "model.onnx"
+BLOCKS_FILE = "blocks.json"
+BLOCK_ARRAYS_FILE = "blocks.safetensors"
+PROGRAMS: TypeAdapter[tuple[Program, ...]] = TypeAdapter(tuple[Program, ...])
+_NORMS = ("scale", "l1", "l2", "paths", "multiplicity")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerBundle:
+    """What the untrusted server loads."""
+
+    plan: Plan
+    plan_hash: bytes
+    arrays: Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTerms:
+    """What the node knows of one output of a block.
+
+    Attributes:
+        bias: block(0), broadcasts to the output's shape, float64.
+        norms: output scale and row norms.
+    """
+
+    bias: NDArray[np.float64]
+    norms: RowNorms
+
+
+@dataclass(frozen=True, slots=True)
+class NodeBundle:
+    """What the trusted node loads; `terms[block][output]`, `submodels[file]` as serialised ONNX."""
+
+    plan: Plan
+    plan_hash: bytes
+    terms: tuple[tuple[OutputTerms, ...], ...]
+    submodels: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The model as it came, and every block with its real weights."""
+
+    model: bytes
+    programs: tuple[Program, ...]
+    arrays: Mapping[str, NDArray[Any]]
+
+    def evaluate_block(self, block: int, inputs: list[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
+        """Evaluate a block in float64; shapes (samples, *shape)."""
+        return evaluate_plain(self.programs[block], self.arrays, inputs)
+
+
+def load_server(folder: Path) -> ServerBundle:
+    """Load the server's folder.
+
+    Raises:
+        PlanError: incomplete, edited, or inconsistent.
+        ParameterError: parameters outside the security table.
+    """
+    plan, plan_hash = read_plan(folder)
+    check_folder(folder, plan.digests.server)
+    arrays = read_arrays(folder / WEIGHTS_FILE)
+    for block in plan.blocks:
+        block.program.check_arrays(arrays)
+    return ServerBundle(plan, plan_hash, arrays)
+
+
+def load_node(folder: Path) -> NodeBundle:
+    """Load the node's folder.
+
+    Raises:
+        PlanError: incomplete, edited, or inconsistent.
+        ParameterError: parameters outside the security table.
+    """
+    plan, plan_hash = read_plan(folder)
+    check_folder(folder, plan.digests.node)
+    arrays = read_arrays(folder / SCALES_FILE)
+    terms = tuple(
+        tuple(_read_terms(arrays, index, position, spec.shape) for position, spec in enumerate(block.outputs))
+        for index, block in enumerate(plan.blocks)
+    )
+    submodels = {}
+    for step in plan.steps:
+        if isinstance(step, NodeStep):
+            path = folder / step.model
+            if not path.is_file():
+                raise PlanError(f"{path} is missing; copy the folder again or partition again")
+            submodels[step.model] = path.read_bytes()
+    return NodeBundle(plan, plan_hash, terms, submodels)
+
+
+def load_reference(bundle: Path, plan: Plan) -> Reference:
+    """Load reference/ of a bundle.
+
+    Raises:
+        PlanError: there is none (`partition --no-reference`), or it belongs to another plan.
+    """
+    folder = bundle / "reference"
+    if not folder.is_dir():
+        raise PlanError(f"{folder} is missing: the bundle was made without a reference; pass --model model.onnx")
+    try:
+        model = (folder / MODEL_FILE).read_bytes()
+        programs = PROGRAMS.validate_json((folder / BLOCKS_FILE).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise PlanError(f"{folder} is incomplete or malformed: {error}") from error
+    if hashlib.sha256(model).hexdigest() != plan.model.sha256:
+        raise PlanError(f"{folder / MODEL_FILE} is not the model that was partitioned")
+    arrays = read_arrays(folder / BLOCK_ARRAYS_FILE)
+    if [p.for_server() for p in programs] != [b.program for b in plan.blocks]:
+        raise PlanError(f"{folder / BLOCKS_FILE} does not belong to the plan")
+    for program in programs:
+        program.check_arrays(arrays)
+    return Reference(model, programs, arrays)
+
+
+def pack_terms(index: int, position: int, terms: OutputTerms) -> dict[str, NDArray[np.float64]]:
+    """Return the arrays of one output, as `load_node` finds them, with constant axes reduced to length 1."""
+    prefix = f"{index}.{position}."
+    scale = _squeeze(terms.norms.scale)
+    arrays = {prefix + "bias": _squeeze(terms.bias), prefix + "scale": scale}
+    axes = tuple(axis for axis, length in enumerate(scale.shape) if length == 1)
+    for name in _NORMS[1:]:  # upper bounds may be coarser: the largest along every axis on which the scale is constant
+        arrays[prefix + name] = getattr(terms.norms, name).max(axis=axes, keepdims=True, initial=0.0)
+    return arrays
+
+
+def _read_terms(
+    arrays: Mapping[str, NDArray[Any]], index: int, position: int, shape: tuple[int, ...]
+) -> OutputTerms:
+    found = {}
+    for name in ("bias", *_NORMS):
+        key = f"{index}.{position}.{name}"
+        array = arrays.get(key)
+        fits = array is not None and array.dtype == np.float64 and array.ndim == len(shape)
+        if array is None or not fits or any(a not in (1, s) for a, s in zip(array.shape, shape, strict=True)):
+            raise PlanError(f"{SCALES_FILE}: {key} is missing or does not fit shape {shape}")
+        if not np.all(np.isfinite(array)) or (name == "scale" and np.any(array == 0)):
+            raise PlanError(f"{SCALES_FILE}: {key} holds values that are not usable")
+        found[name] = array
+    return OutputTerms(found["bias"], RowNorms(*(found[name] for name in _NORMS)))
+
+
+def _squeeze(array: NDArray[np.float64]) -> NDArray[np.float64]:
+    for axis in range(array.ndim):
+        first = array.take([0], axis=axis) if array.shape[axis] else array
+        if array.shape[axis] > 1 and np.array_equal(np.broadcast_to(first, array.shape), array):
+            array = first
+    return array

@@ -1,0 +1,82 @@
+"""Run a plan's steps in order, whoever evaluates the blocks.
+
+The same loop serves the encrypted run (trusted node), the plain check after partitioning and the simulation behind the
+error estimate: they differ in `run_round` alone. Sub-models run under onnxruntime, whose threads wait asleep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from heinfer.errors import PlanError
+from heinfer.plan.schema import NodeStep, Plan, RoundStep
+
+Tensors = Mapping[str, NDArray[Any]]
+RunRound = Callable[[RoundStep, Tensors], Tensors]
+
+
+def open_session(model: bytes | str, threads: int = 1) -> onnxruntime.InferenceSession:
+    """Open an onnxruntime session whose threads do not spin.
+
+    Raises:
+        PlanError: onnxruntime refuses the model.
+    """
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    try:
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions share no base class of their own
+        raise PlanError(f"onnxruntime refuses a model: {error}") from error
+
+
+class PlanRunner:
+    """Executes a plan; safe to use from several threads.
+
+    Args:
+        plan: the plan.
+        submodels: serialised ONNX by file name.
+        threads: onnxruntime's threads per sub-model.
+    """
+
+    def __init__(self, plan: Plan, submodels: Mapping[str, bytes], threads: int = 1) -> None:
+        self._plan = plan
+        self._sessions = {name: open_session(model, threads) for name, model in submodels.items()}
+        self._last_use: dict[str, int] = {}
+        for position, step in enumerate(plan.steps):
+            for name in self._reads(step):
+                self._last_use[name] = position
+        self._last_use.update({t.name: len(plan.steps) for t in plan.outputs})
+
+    def run(self, inputs: Tensors, run_round: RunRound) -> dict[str, NDArray[Any]]:
+        """Run all steps.
+
+        Args:
+            inputs: the plan's inputs, shape (samples, *shape).
+            run_round: evaluates the blocks of a round, given the tensors so far.
+        Returns:
+            The plan's outputs, shape (samples, *shape).
+        """
+        tensors: dict[str, NDArray[Any]] = dict(inputs)
+        for position, step in enumerate(self._plan.steps):
+            if isinstance(step, RoundStep):
+                tensors.update(run_round(step, tensors))
+            else:
+                results = self._sessions[step.model].run(list(step.outputs), {name: tensors[name] for name in step.inputs})
+                tensors.update(zip(step.outputs, results, strict=True))
+            for name in [n for n in tensors if self._last_use.get(n, -1) <= position]:
+                del tensors[name]
+        return {t.name: np.asarray(tensors[t.name]) for t in self._plan.outputs}
+
+    def _reads(self, step: NodeStep | RoundStep) -> list[str]:
+        if isinstance(step, NodeStep):
+            return list(step.inputs)
+        return [t.name for b in step.blocks for t in self._plan.blocks[b].inputs]

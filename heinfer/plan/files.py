@@ -1,0 +1,139 @@
+"""Files of a bundle: hashing, checked reading of plan.json and safetensors, atomic writing of folders."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from heinfer.errors import PlanError
+from heinfer.plan.schema import Plan
+
+PLAN_FILE = "plan.json"
+_ADAPTER = TypeAdapter(Plan)
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """Write a plan as JSON."""
+    path.write_bytes(_ADAPTER.dump_json(plan, indent=1) + b"\n")
+
+
+def read_plan(folder: Path) -> tuple[Plan, bytes]:
+    """Read and check the plan of a bundle or of one party's folder.
+
+    Returns:
+        The plan and its hash (32 bytes, SHA-256 of the file).
+
+    Raises:
+        PlanError: no such file, not a plan, another format version, or inconsistent.
+        ParameterError: ring parameters outside the security table.
+    """
+    path = folder / PLAN_FILE
+    content = _read(path)
+    try:
+        plan = _ADAPTER.validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise PlanError(
+            f"{path} is not a plan that this version reads: {where}: {first['msg']}; partition the model again"
+        ) from error
+    return plan, hashlib.sha256(content).digest()
+
+
+def folder_digest(folder: Path) -> str:
+    """Return the SHA-256 over names and contents of all files of a folder, plan.json aside.
+
+    Raises:
+        PlanError: the folder is missing or holds something that is not a plain file.
+    """
+    if not folder.is_dir():
+        raise PlanError(f"{folder} is missing: expected a folder written by `heinfer partition`")
+    total = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() or not path.is_file():
+            raise PlanError(f"{path} does not belong in a bundle: expected plain files only")
+        if path.name != PLAN_FILE:
+            total.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def check_folder(folder: Path, expected: str) -> None:
+    """Check a party's folder against the digest in its plan.
+
+    Raises:
+        PlanError: a file was changed, added or lost since partitioning.
+    """
+    if folder_digest(folder) != expected:
+        raise PlanError(
+            f"{folder} is not what was partitioned: a file was changed, added or lost; copy the folder again or partition again"
+        )
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """Read a safetensors file.
+
+    Raises:
+        PlanError: missing or malformed.
+    """
+    if not path.is_file():
+        raise PlanError(f"{path} is missing; copy the folder again or partition again")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise PlanError(f"{path} is not a safetensors file: {error}") from error
+
+
+def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write a safetensors file."""
+    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `target` when the block ends without an error; else nothing is left.
+
+    An existing bundle (a folder with a plan.json) or an empty folder is replaced; anything else is refused.
+
+    Raises:
+        PlanError: `target` exists and is something else, or its parent can't be written.
+    """
+    if target.exists() and not (target.is_dir() and ((target / PLAN_FILE).is_file() or not any(target.iterdir()))):
+        raise PlanError(f"{target} exists and is no bundle: choose another folder for -o, or remove it first")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise PlanError(f"can't write {target}: {error.strerror}") from error
+    try:
+        yield work
+        work.chmod(0o755)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+            os.replace(target, old / "bundle")
+            os.replace(work, target)
+            shutil.rmtree(old)
+        else:
+            os.replace(work, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise PlanError(f"{path} is missing: expected a folder written by `heinfer partition`") from error
+    except OSError as error:
+        raise PlanError(f"can't read {path}: {error.strerror}") from error

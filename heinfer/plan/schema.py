@@ -1,0 +1,184 @@
+"""The plan: what both parties agree on. Frozen, checked, without weights and without secrets.
+
+    query --> NodeStep (onnxruntime) --> RoundStep (one or more blocks on the server) --> NodeStep --> ... --> result
+
+Tensors are known by name; a tensor that a step makes is never made again. Shapes exclude the batch axis.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from heinfer.errors import PlanError
+from heinfer.operators import Program
+from heinfer.operators.steps import CONFIG, Shape
+from heinfer.ring import RingParameters
+
+FORMAT_VERSION = 1
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=128)]
+
+
+@dataclass(frozen=True, slots=True, config=CONFIG)
+class TensorSpec:
+    """A named tensor: shape without the batch axis, element type as numpy names it."""
+
+    name: str
+    shape: Shape
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True, config=CONFIG)
+class ModelInfo:
+    """The model that was partitioned: its name and the SHA-256 of its file."""
+
+    name: str
+    sha256: Digest
+
+
+@dataclass(frozen=True, slots=True, config=CONFIG)
+class RingInfo:
+    """Ring parameters as numbers; `parameters` checks them against the security table."""
+
+    degree: int
+    modulus: int
+
+    @property
+    def parameters(self) -> RingParameters:
+        """The checked parameters."""
+        return RingParameters(self.degree, self.modulus)
+
+
+@dataclass(frozen=True, slots=True, config=CONFIG)
+class NodeStep:
+    """Operators that the trusted node runs in the clear, as one ONNX model under onnxruntime.
+
+    Attributes:
+        model: file in node/.
+        inputs: tensors it reads.
+        outputs: tensors it makes.
+        operators: what it holds, "name (type)" each, for people.
+    """
+
+    model: FileName
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    operators: tuple[str, ...]
+    kind: Literal["node"] = "node"
+
+
+@dataclass(frozen=True, slots=True, config=CONFIG)
+class RoundStep:
+    """Blocks that do not wait for each other: one round trip to the server."""
+
+    blocks: tuple[int, ...]
+    kind: Literal["round"] = "round"
+
+
+PlanStep = Annotated[NodeStep | RoundStep, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True, slots=True, config=CONFIG)
+class Block:
+    """One affine map, evaluated under encryption.
+
+    Attributes:
+        inputs: tensors that are uploaded, under one secret key and one scale a sample.
+        outputs: tensors that come back.
+        program: the linear part; array names refer to server/weights.safetensors.
+        row_sum: L, the largest sum of |W_int| over a row.
+        final: whether an output reaches the result without another block; such outputs are rounded.
+        operators: what it holds, "name (type)" each, for people.
+        unit_bound: error bound for inputs of magnitude at most 1.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    program: Program
+    row_sum: Annotated[int, Field(ge=0)]
+    final: bool
+    operators: tuple[str, ...]
+    unit_bound: Annotated[float, Field(ge=0)]
+
+    def __post_init__(self) -> None:
+        """Check that tensors and program agree.
+
+        Raises:
+            PlanError: they do not.
+        """
+        if tuple(t.shape for t in self.inputs) != self.program.inputs:
+            raise PlanError("a block's inputs and its program's differ in shape")
+        if tuple(t.shape for t in self.outputs) != self.program.output_shapes:
+            raise PlanError("a block's outputs and its program's differ in shape")
+
+    @property
+    def input_rows(self) -> int:
+        """Ciphertexts that one upload has in standard mode: one a value."""
+        return sum(_size(t) for t in self.inputs)
+
+    @property
+    def output_rows(self) -> int:
+        """Ciphertexts that come back in standard mode."""
+        return sum(_size(t) for t in self.outputs)
+
+
+@dataclass(frozen=True, slots=True, config=CONFIG)
+class Digests:
+    """SHA-256 over the files of each party's folder, plan.json aside."""
+
+    server: Digest
+    node: Digest
+
+
+@dataclass(frozen=True, slots=True, config=CONFIG)
+class Plan:
+    """All that client, node and server must agree on."""
+
+    model: ModelInfo
+    ring: RingInfo
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    steps: tuple[PlanStep, ...]
+    blocks: tuple[Block, ...]
+    digests: Digests
+    format_version: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        """Check that every tensor is made before it is read, once, and every block runs once.
+
+        Raises:
+            PlanError: the plan is inconsistent.
+            ParameterError: the ring parameters are refused.
+        """
+        _ = self.ring.parameters
+        made = {t.name for t in self.inputs}
+        pending = set(range(len(self.blocks)))
+        for step in self.steps:
+            if isinstance(step, NodeStep):
+                reads, makes = set(step.inputs), list(step.outputs)
+            else:
+                if not set(step.blocks) <= pending:
+                    raise PlanError(f"round {step.blocks} names a block that does not exist or has run already")
+                pending -= set(step.blocks)
+                reads = {t.name for b in step.blocks for t in self.blocks[b].inputs}
+                makes = [t.name for b in step.blocks for t in self.blocks[b].outputs]
+            if not reads <= made or made & set(makes) or len(set(makes)) != len(makes):
+                raise PlanError(f"a step reads {sorted(reads - made)} too early or makes a tensor twice")
+            made |= set(makes)
+        if pending or not {t.name for t in self.outputs} <= made:
+            raise PlanError("a block never runs, or an output is never made")
+
+    @property
+    def rounds(self) -> int:
+        """Round trips to the server for one query."""
+        return sum(isinstance(step, RoundStep) for step in self.steps)
+
+
+def _size(tensor: TensorSpec) -> int:
+    size = 1
+    for length in tensor.shape:
+        size *= length
+    return size

@@ -1,0 +1,62 @@
+"""What either side is willing to receive.
+
+At the defaults one session may hold 8 requests open at a time. Nothing is buffered below the level of a chunk, so
+the protocol itself needs about `message_bytes` a stream; what a request may pile up is for its owner to bound.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from heinfer.errors import ParameterError
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+#: Room in a message for everything but the bytes of its chunk: ids, counters, tags. 64 bytes would do.
+ENVELOPE_BYTES = KIB
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes and times that bound one connection. All are inclusive.
+
+    Attributes:
+        chunk_bytes: payload bytes in one chunk.
+        message_bytes: bytes of one encoded message; gRPC refuses larger ones before they are decoded.
+        max_rows: rows (ciphertexts) of one request or answer.
+        max_samples: samples of one request; never more than the degree N in any case.
+        max_request_bytes: payload bytes of one request, one answer, or all tensors of one query or result.
+        max_open_requests: requests of one session that are announced and not yet answered in full.
+        max_tensors: tensors of one query, result or description.
+        idle_s: seconds of silence on a connection after which its peer is probed.
+        reply_s: seconds that a node waits for the next message of an answer.
+    """
+
+    chunk_bytes: int = MIB
+    message_bytes: int = 4 * MIB
+    max_rows: int = 2**24
+    max_samples: int = 2**15
+    max_request_bytes: int = 8 * GIB
+    max_open_requests: int = 8
+    max_tensors: int = 256
+    idle_s: float = 60.0
+    reply_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        """Refuse limits that contradict each other.
+
+        Raises:
+            ParameterError: a limit is not positive, or a chunk does not fit into a message.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ParameterError(f"limit {field.name} must be positive and finite, got {value}")
+        if self.chunk_bytes + ENVELOPE_BYTES > self.message_bytes:
+            raise ParameterError(
+                f"a chunk of {self.chunk_bytes} bytes does not fit into a message of {self.message_bytes}: "
+                f"make message_bytes at least {self.chunk_bytes + ENVELOPE_BYTES}"
+            )
+        if self.message_bytes >= 2**31:
+            raise ParameterError(f"message_bytes must be below 2**31, the limit of protobuf, got {self.message_bytes}")

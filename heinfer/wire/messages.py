@@ -1,0 +1,180 @@
+"""What node and server say to each other, as typed, frozen events. No protobuf, no sockets.
+
+An event that exists is well formed by itself: the constructor checks ranges and sizes and raises
+`LocalProtocolError`; the codec turns that into `RemoteProtocolError` for what a peer sent. Whether an event may
+come *now* is decided by `heinfer.wire.session`, whether it is too large by `Limits`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from heinfer.errors import LocalProtocolError, RemoteProtocolError
+
+PROTOCOL_VERSION = 1
+PLAN_HASH_BYTES = 32  # SHA-256
+SESSION_BYTES = 16
+
+
+class Mode(enum.Enum):
+    """How the ciphertexts of a request are made; values as on the wire, 2 is kept for prepared mode."""
+
+    STANDARD = 1
+
+
+class FailureCode(enum.Enum):
+    """All that a server says about why a session is over; values as on the wire."""
+
+    FAILED = 1
+    VERSION = 2
+    PLAN = 3
+    BUSY = 4
+
+
+class RefusedError(RemoteProtocolError):
+    """A session is refused: by the peer, or by us because of what the peer sent.
+
+    Attributes:
+        code: what the server tells the node.
+    """
+
+    def __init__(self, code: FailureCode, message: str) -> None:
+        self.code = code
+        super().__init__(message)
+
+
+def failure_code(error: Exception) -> FailureCode:
+    """The code that may leave the server for an error found there: FAILED unless the error carries another."""
+    return error.code if isinstance(error, RefusedError) else FailureCode.FAILED
+
+
+def check_range(name: str, value: int, low: int, high: int) -> None:
+    """Raise LocalProtocolError unless low <= value <= high."""
+    if not low <= value <= high:
+        raise LocalProtocolError(f"{name} must be in [{low}, {high}], got {value}")
+
+
+def check_uint(name: str, value: int, bits: int, low: int = 0) -> None:
+    """Raise LocalProtocolError unless low <= value < 2**bits."""
+    check_range(name, value, low, 2**bits - 1)
+
+
+def check_size(name: str, value: bytes, size: int) -> None:
+    """Raise LocalProtocolError unless the value has that many bytes."""
+    if len(value) != size:
+        raise LocalProtocolError(f"{name} must have {size} bytes, got {len(value)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Opens a session; node to server. The server compares the plan hash (32 bytes) with its own plan's."""
+
+    plan_hash: bytes
+    session: bytes
+    protocol_version: int = PROTOCOL_VERSION
+
+    def __post_init__(self) -> None:
+        check_size("plan_hash", self.plan_hash, PLAN_HASH_BYTES)
+        check_size("session", self.session, SESSION_BYTES)
+        check_uint("protocol_version", self.protocol_version, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The server's consent to a Hello."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRequest:
+    """Announces the ciphertexts of one block; node to server, its chunks follow.
+
+    Attributes:
+        session: as in Hello.
+        plan_hash: as in Hello.
+        block: index into the plan's blocks.
+        request_id: larger than those before it in this stream, at least 1.
+        samples: coefficients of b that carry values.
+        rows: elements of the block's input, one ciphertext each.
+        attempt: 0, then 1, 2, ... each time the same bytes are sent again.
+        mode: how the ciphertexts were made.
+    """
+
+    session: bytes
+    plan_hash: bytes
+    block: int
+    request_id: int
+    samples: int
+    rows: int
+    attempt: int = 0
+    mode: Mode = Mode.STANDARD
+
+    def __post_init__(self) -> None:
+        check_size("session", self.session, SESSION_BYTES)
+        check_size("plan_hash", self.plan_hash, PLAN_HASH_BYTES)
+        check_uint("block", self.block, 32)
+        check_uint("request_id", self.request_id, 64, low=1)
+        check_uint("samples", self.samples, 32, low=1)
+        check_uint("rows", self.rows, 64, low=1)
+        check_uint("attempt", self.attempt, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows [first_row, first_row + rows) of a request (node to server) or of an answer (server to node)."""
+
+    request_id: int
+    first_row: int
+    rows: int
+    data: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        check_uint("request_id", self.request_id, 64, low=1)
+        check_uint("first_row", self.first_row, 64)
+        check_uint("rows", self.rows, 32, low=1)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAnswer:
+    """Announces the answer to a request; its chunks follow. `compute_s` is what the block took, in seconds."""
+
+    request_id: int
+    rows: int
+    compute_s: float
+
+    def __post_init__(self) -> None:
+        check_uint("request_id", self.request_id, 64, low=1)
+        check_uint("rows", self.rows, 64, low=1)
+        if not (math.isfinite(self.compute_s) and self.compute_s >= 0):
+            raise LocalProtocolError(f"compute_s must be finite and not negative, got {self.compute_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The server ends the session."""
+
+    code: FailureCode
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The sender's half of the stream is over. Nothing on the wire: gRPC says it by closing."""
+
+
+@dataclass(frozen=True, slots=True)
+class UploadComplete:
+    """Made by the server's session after the last row of a request."""
+
+    request: BlockRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerComplete:
+    """Made by the node's session after the last row of an answer."""
+
+    request: BlockRequest
+
+
+NodeEvent = Hello | BlockRequest | Chunk
+ServerEvent = Ready | BlockAnswer | Chunk | Failure

@@ -1,0 +1,141 @@
+"""One block request from announcement to last answered row: counters, no data.
+
+A row is one ciphertext in standard mode: b, of which only the first `samples` residues carry values, and a, all N.
+At N = 2048 and 100 samples a row is 800 + 12800 = 13600 bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from heinfer.errors import LocalProtocolError, ParameterError
+from heinfer.ring.packing import packed_bytes
+from heinfer.wire.messages import BlockAnswer, BlockRequest, Chunk, check_range
+
+
+class Role(enum.Enum):
+    """The two ends of an Evaluator.Session."""
+
+    NODE = "node"
+    SERVER = "server"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """What the plan says about the ciphertexts of one block.
+
+    Attributes:
+        input_rows: elements of its input.
+        output_rows: elements of its output.
+        degree: N, coefficients of a ciphertext.
+    """
+
+    input_rows: int
+    output_rows: int
+    degree: int
+
+    def __post_init__(self) -> None:
+        if min(self.input_rows, self.output_rows, self.degree) < 1:
+            raise ParameterError(f"rows and degree of a block must be at least 1, got {self}")
+
+
+def row_bytes(samples: int, degree: int) -> int:
+    """Bytes of one ciphertext in standard mode, b with `samples` residues and a with `degree`."""
+    return packed_bytes(samples) + packed_bytes(degree)
+
+
+class Stage(enum.Enum):
+    """Where a request is."""
+
+    UPLOADING = "uploading"
+    UPLOADED = "uploaded"
+    ANSWERING = "answering"
+    ANSWERED = "answered"
+
+
+#: (stage, sender, event) -> (stage after it, stage after it if it brings the last row). What is missing is forbidden.
+STAGES: dict[tuple[Stage, Role, type], tuple[Stage, Stage]] = {
+    (Stage.UPLOADING, Role.NODE, Chunk): (Stage.UPLOADING, Stage.UPLOADED),
+    (Stage.UPLOADED, Role.SERVER, BlockAnswer): (Stage.ANSWERING, Stage.ANSWERING),
+    (Stage.ANSWERING, Role.SERVER, Chunk): (Stage.ANSWERING, Stage.ANSWERED),
+}
+
+
+class Transfer:
+    """The state of one request, the same on both sides.
+
+    Attributes:
+        request: how it was announced.
+        row_bytes: bytes of each of its rows, both ways.
+        stage: where it is.
+    """
+
+    __slots__ = ("_next_row", "_output_rows", "_rows", "request", "row_bytes", "stage")
+
+    def __init__(self, request: BlockRequest, shape: BlockShape) -> None:
+        self.request = request
+        self.row_bytes = row_bytes(request.samples, shape.degree)
+        self.stage = Stage.UPLOADING
+        self._rows = shape.input_rows
+        self._output_rows = shape.output_rows
+        self._next_row = 0
+
+    def advance(self, sender: Role, event: Chunk | BlockAnswer) -> None:
+        """Take one event of this request.
+
+        Raises:
+            LocalProtocolError: it may not come now, or its counts are wrong; the state is as before.
+        """
+        stages = STAGES.get((self.stage, sender, type(event)))
+        if stages is None:
+            raise LocalProtocolError(
+                f"{type(event).__name__} from the {sender.value} for request {event.request_id}, "
+                f"which is {self.stage.value}"
+            )
+        if isinstance(event, BlockAnswer):
+            if event.rows != self._output_rows:
+                raise LocalProtocolError(
+                    f"answer {event.request_id} announces {event.rows} rows, the plan says {self._output_rows}"
+                )
+            self._rows, self._next_row = event.rows, 0
+            self.stage = stages[0]
+        else:
+            self._check_chunk(event)
+            self._next_row += event.rows
+            self.stage = stages[self._next_row == self._rows]
+
+    def _check_chunk(self, chunk: Chunk) -> None:
+        where = f"chunk of request {chunk.request_id}"
+        if chunk.first_row != self._next_row:
+            raise LocalProtocolError(f"{where}: expected row {self._next_row}, got row {chunk.first_row}")
+        check_range(f"{where}: rows", chunk.rows, 1, self._rows - self._next_row)
+        if len(chunk.data) != chunk.rows * self.row_bytes:
+            raise LocalProtocolError(
+                f"{where}: {chunk.rows} rows of {self.row_bytes} bytes expected, got {len(chunk.data)} bytes"
+            )
+
+
+def iterate_row_chunks(request_id: int, data: bytes | memoryview, row_bytes: int, chunk_bytes: int) -> Iterator[Chunk]:
+    """Cut packed rows into chunks.
+
+    Args:
+        request_id: the request that they belong to.
+        data: all rows, one after the other, C-contiguous.
+        row_bytes: bytes of one row.
+        chunk_bytes: the most that a chunk may carry, at least one row.
+
+    Raises:
+        LocalProtocolError: data is no whole number of rows, or a row does not fit into a chunk.
+    """
+    view = memoryview(data).cast("B")
+    if len(view) % row_bytes:
+        raise LocalProtocolError(f"{len(view)} bytes are no whole number of rows of {row_bytes} bytes")
+    step = chunk_bytes // row_bytes
+    if step == 0:
+        raise LocalProtocolError(f"a row of {row_bytes} bytes does not fit into a chunk of {chunk_bytes}")
+    total = len(view) // row_bytes
+    for first in range(0, total, step):
+        rows = min(step, total - first)
+        yield Chunk(request_id, first, rows, bytes(view[first * row_bytes : (first + rows) * row_bytes]))

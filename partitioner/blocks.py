@@ -1,0 +1,130 @@
+"""Turn a group of server operators into a block: program, integer weights, biases, norms.
+
+    requires  the groups of `partitioner.grouping`
+    ensures   one `BuiltBlock` a group; its constant part block(0) is the node's bias
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from heinfer.operators import Program, ScaleConflict, evaluate_plain
+from heinfer.plan import Block, OutputTerms, TensorSpec
+from heinfer.ring import RingParameters, input_scale
+from partitioner.grouping import Group
+from partitioner.lowering import Builder, Lowered
+from partitioner.placement import Side
+from partitioner.scaling import quantise_program
+from partitioner.shapes import Shape
+
+
+class MoveToNode(Exception):  # noqa: N818 - a signal between passes, not an error
+    """An operator adds values whose scales can't agree; it belongs on the node."""
+
+    def __init__(self, node: ir.Node) -> None:
+        self.node = node
+        super().__init__(f"{node.name} belongs on the node")
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltBlock:
+    """A block with all its arrays.
+
+    Attributes:
+        block: its part of the plan.
+        full: program with biases and output scales.
+        real: arrays of the full program.
+        integers: arrays of the server's program.
+        terms: biases and norms, one an output.
+    """
+
+    block: Block
+    full: Program
+    real: Mapping[str, NDArray[Any]]
+    integers: Mapping[str, NDArray[Any]]
+    terms: tuple[OutputTerms, ...]
+
+
+def build_block(
+    index: int,
+    group: Group,
+    lowered: Mapping[ir.Node, Lowered],
+    sides: Mapping[ir.Node, Side],
+    shapes: Mapping[str, Shape],
+    parameters: RingParameters,
+) -> BuiltBlock:
+    """Build one block.
+
+    Raises:
+        MoveToNode: scales conflict.
+    """
+    inputs = _inputs(group, lowered, sides)
+    builder = Builder(str(index), [shapes[str(v.name)] for v in inputs])
+    numbers = {value: number for number, value in enumerate(inputs)}
+    made_by: list[ir.Node] = []
+    for node in group.nodes:
+        emit = lowered[node].emit
+        assert emit is not None  # only operators that can run on the server are placed there
+        numbers[node.outputs[0]] = emit(builder, [numbers[v] for v in lowered[node].sources])
+        made_by += [node] * (len(builder.steps) - len(made_by))
+    outputs = [n.outputs[0] for n in group.nodes if _is_read_on_node(n.outputs[0], set(group.nodes), sides)]
+    full = Program(tuple(builder.inputs), tuple(builder.steps), tuple(numbers[v] for v in outputs))
+    try:
+        quantised = quantise_program(full, builder.arrays)
+    except ScaleConflict as conflict:
+        raise MoveToNode(made_by[conflict.step]) from conflict
+    biases = evaluate_plain(full, builder.arrays, [np.zeros((1, *shape)) for shape in builder.inputs])
+    room = float(input_scale(np.ones(1), quantised.row_sum, parameters)[0])
+    block = Block(
+        inputs=tuple(TensorSpec(str(v.name), shapes[str(v.name)]) for v in inputs),
+        outputs=tuple(TensorSpec(str(v.name), shapes[str(v.name)]) for v in outputs),
+        program=full.for_server(),
+        row_sum=quantised.row_sum,
+        final=any(_reaches_result(v, sides) for v in outputs),
+        operators=tuple(f"{n.name} ({n.op_type})" for n in group.nodes),
+        unit_bound=max(norms.unit_bound(room) for norms in quantised.norms),
+    )
+    terms = tuple(OutputTerms(bias[0], norms) for bias, norms in zip(biases, quantised.norms, strict=True))
+    return BuiltBlock(block, full, builder.arrays, quantised.arrays, terms)
+
+
+def _inputs(group: Group, lowered: Mapping[ir.Node, Lowered], sides: Mapping[ir.Node, Side]) -> list[ir.Value]:
+    inside = {node.outputs[0] for node in group.nodes}
+    found: dict[ir.Value, None] = {}
+    for node in group.nodes:
+        found.update(dict.fromkeys(v for v in lowered[node].sources if v not in inside))
+    return list(found)
+
+
+def _is_read_on_node(value: ir.Value, inside: set[ir.Node], sides: Mapping[ir.Node, Side]) -> bool:
+    """Whether a block's value must come back: a result, read on the node, or by another block."""
+    if sides[_producer(value)] is Side.BEFORE_WEIGHTS:
+        return False
+    return value.is_graph_output() or any(use.node not in inside for use in value.uses())
+
+
+def _reaches_result(value: ir.Value, sides: Mapping[ir.Node, Side]) -> bool:
+    """Whether a value leads to a result of the model without another block."""
+    pending, seen = [value], {value}
+    while pending:
+        current = pending.pop()
+        if current.is_graph_output():
+            return True
+        for use in current.uses():
+            if not sides[use.node].on_server:
+                fresh = [v for v in use.node.outputs if v not in seen]
+                seen.update(fresh)
+                pending += fresh
+    return False
+
+
+def _producer(value: ir.Value) -> ir.Node:
+    producer = value.producer()
+    assert producer is not None  # values of a block are made in it
+    return producer

@@ -1,0 +1,205 @@
+"""Write a bundle: plan, one folder for each party, the reference.
+
+    requires  groups and built blocks
+    ensures   a bundle that `heinfer.plan` loads, written as a whole or not at all
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from heinfer.errors import Offence, UnsupportedModelError
+from heinfer.plan import Digests, ModelInfo, NodeStep, OutputTerms, Plan, RingInfo, RoundStep, TensorSpec
+from heinfer.plan.bundle import (
+    BLOCK_ARRAYS_FILE,
+    BLOCKS_FILE,
+    MODEL_FILE,
+    PROGRAMS,
+    SCALES_FILE,
+    WEIGHTS_FILE,
+    pack_terms,
+)
+from heinfer.plan.files import PLAN_FILE, atomic_folder, folder_digest, write_arrays, write_plan
+from heinfer.ring import RingParameters
+from partitioner.blocks import BuiltBlock
+from partitioner.grouping import Group
+from partitioner.importing import BATCH, Imported
+from partitioner.shapes import Shape
+
+_NO_DIGEST = "0" * 64
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A partitioned model in memory: the plan without digests, and all that goes into the folders."""
+
+    plan: Plan
+    blocks: tuple[BuiltBlock, ...]
+    submodels: Mapping[str, bytes]
+
+    @property
+    def real_arrays(self) -> dict[str, NDArray[Any]]:
+        """Arrays of all full programs."""
+        return {name: array for built in self.blocks for name, array in built.real.items()}
+
+
+def draft(
+    imported: Imported,
+    groups: Sequence[Group],
+    blocks: Sequence[BuiltBlock],
+    shapes: Mapping[str, Shape],
+    parameters: RingParameters,
+) -> Draft:
+    """Put the steps in order and cut out the node's sub-models.
+
+    Raises:
+        UnsupportedModelError: a result of the model has no batch axis in front.
+    """
+    proto = ir.to_proto(imported.model)
+    types = _element_types(proto)
+    submodels: dict[str, bytes] = {}
+    steps: list[NodeStep | RoundStep] = []
+    rounds: dict[int, list[int]] = {}
+    block_index = 0
+    for group in groups:
+        if group.on_server:
+            if group.round not in rounds:
+                rounds[group.round] = []
+                steps.append(RoundStep(()))
+            rounds[group.round].append(block_index)
+            steps[-1] = RoundStep(tuple(rounds[group.round]))
+            block_index += 1
+        else:
+            name = f"node_{group.round}.onnx"
+            step, submodels[name] = _cut_submodel(name, group, imported.model, proto, types, shapes)
+            steps.append(step)
+    plan = Plan(
+        model=ModelInfo(imported.name, imported.sha256),
+        ring=RingInfo(parameters.degree, parameters.modulus),
+        inputs=tuple(_spec(v, types, shapes) for v in imported.model.graph.inputs),
+        outputs=tuple(_spec(v, types, shapes) for v in imported.model.graph.outputs),
+        steps=tuple(steps),
+        blocks=tuple(built.block for built in blocks),
+        digests=Digests(_NO_DIGEST, _NO_DIGEST),
+    )
+    return Draft(plan, tuple(blocks), submodels)
+
+
+def emit(result: Draft, content: bytes, target: Path, reference: bool) -> Plan:
+    """Write the bundle; return the plan with its digests.
+
+    Args:
+        result: the partitioned model.
+        content: the original model.
+        target: folder to write.
+        reference: whether to write reference/.
+
+    Raises:
+        PlanError: `target` holds something else, or can't be written.
+    """
+    with atomic_folder(target) as work:
+        server, node = work / "server", work / "node"
+        server.mkdir()
+        node.mkdir()
+        write_arrays(server / WEIGHTS_FILE, {n: a for built in result.blocks for n, a in built.integers.items()})
+        write_arrays(node / SCALES_FILE, _term_arrays([built.terms for built in result.blocks]))
+        for name, model in result.submodels.items():
+            (node / name).write_bytes(model)
+        plan = Plan(
+            **{name: getattr(result.plan, name) for name in ("model", "ring", "inputs", "outputs", "steps", "blocks")},
+            digests=Digests(folder_digest(server), folder_digest(node)),
+        )
+        for folder in (work, server, node):
+            write_plan(folder / PLAN_FILE, plan)
+        if reference:
+            _write_reference(work / "reference", result, content)
+    return plan
+
+
+def _write_reference(folder: Path, result: Draft, content: bytes) -> None:
+    folder.mkdir()
+    (folder / MODEL_FILE).write_bytes(content)
+    (folder / BLOCKS_FILE).write_bytes(PROGRAMS.dump_json(tuple(built.full for built in result.blocks)))
+    write_arrays(folder / BLOCK_ARRAYS_FILE, result.real_arrays)
+
+
+def _term_arrays(terms: Sequence[Sequence[OutputTerms]]) -> dict[str, NDArray[np.float64]]:
+    arrays: dict[str, NDArray[np.float64]] = {}
+    for index, outputs in enumerate(terms):
+        for position, output in enumerate(outputs):
+            arrays.update(pack_terms(index, position, output))
+    return arrays
+
+
+def _cut_submodel(
+    name: str,
+    group: Group,
+    model: ir.Model,
+    proto: onnx.ModelProto,
+    types: Mapping[str, int],
+    shapes: Mapping[str, Shape],
+) -> tuple[NodeStep, bytes]:
+    """Return the step and the ONNX model of the node's operators of one round."""
+    inside = set(group.nodes)
+    made = {v for n in group.nodes for v in n.outputs}
+    read = {v: None for n in group.nodes for v in n.inputs if v is not None and v not in made}
+    inputs = [str(v.name) for v in read if v.const_value is None]
+    constants = {str(v.name) for v in read if v.const_value is not None}
+    outputs = [str(v.name) for v in made_in_order(group) if v.is_graph_output() or any(u.node not in inside for u in v.uses())]
+    names = {n.name for n in group.nodes}
+    graph = onnx.helper.make_graph(
+        [n for n in proto.graph.node if n.name in names],
+        name,
+        [_value_info(n, types, shapes) for n in inputs],
+        [_value_info(n, types, shapes) for n in outputs],
+        [i for i in proto.graph.initializer if i.name in constants],
+    )
+    cut = onnx.helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
+    operators = tuple(f"{n.name} ({n.op_type})" for n in group.nodes)
+    return NodeStep(name, tuple(inputs), tuple(outputs), operators), cut.SerializeToString()
+
+
+def made_in_order(group: Group) -> list[ir.Value]:
+    """Return the values that a group makes, in order."""
+    return [v for n in group.nodes for v in n.outputs]
+
+
+def _value_info(name: str, types: Mapping[str, int], shapes: Mapping[str, Shape]) -> onnx.ValueInfoProto:
+    shape = shapes.get(name)
+    return onnx.helper.make_tensor_value_info(
+        name, types.get(name, onnx.TensorProto.FLOAT), None if shape is None else [BATCH, *shape]
+    )
+
+
+def _element_types(proto: onnx.ModelProto) -> dict[str, int]:
+    inferred = onnx.shape_inference.infer_shapes(proto)
+    values = (*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output)
+    return {v.name: v.type.tensor_type.elem_type for v in values}
+
+
+def _spec(value: ir.Value, types: Mapping[str, int], shapes: Mapping[str, Shape]) -> TensorSpec:
+    name = str(value.name)
+    dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(types[name])).name
+    shape = shapes.get(name)
+    if shape is None and value.shape is not None and all(isinstance(d, int) for d in list(value.shape)[1:]):
+        shape = tuple(int(d) for d in list(value.shape)[1:])  # type: ignore[arg-type]
+    if shape is None:
+        raise UnsupportedModelError(
+            "the model's inputs and outputs must have samples first and fixed sizes:",
+            [Offence(name, "input or output", "its shape stays dynamic, or the batch does not lead it")],
+        )
+    return TensorSpec(name, shape, dtype)
+
+
+def model_digest(content: bytes) -> str:
+    """Return the SHA-256 of a serialised model."""
+    return hashlib.sha256(content).hexdigest()

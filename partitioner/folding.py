@@ -1,0 +1,182 @@
+"""Fold BatchNormalization and products with constants into neighbouring weights; put Gemm into one form.
+
+    requires  a simplified model
+    ensures   no BatchNormalization, Mul or Div by a constant follows a Conv, Gemm or MatMul with constant weights that
+              nothing else reads, where the product folds; no Gemm transposes an activation
+
+BatchNormalization folds by onnxscript's rules. A product in front of weights (input normalisation) folds when only
+weighted operators read it and the factor is one number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+from numpy.typing import NDArray
+from onnxscript.rewriter import rewrite
+from onnxscript.rewriter.rules.common import fuse_batchnorm_into_conv_rule, fuse_batchnorm_into_gemm_rule
+
+from partitioner.lowering import constant
+
+_WEIGHTED = ("Conv", "Gemm", "MatMul")
+
+
+def fold(model: ir.Model) -> None:
+    """Fold in place."""
+    rewrite(model, [fuse_batchnorm_into_conv_rule, fuse_batchnorm_into_gemm_rule])
+    _untranspose_gemm(model)
+    for node in list(model.graph):
+        if node.op_type in ("Mul", "Div"):
+            _fold_product(model, node)
+    common_passes.RemoveUnusedNodesPass()(model)
+    common_passes.TopologicalSortPass()(model)
+    common_passes.NameFixPass()(model)
+
+
+def _fold_product(model: ir.Model, node: ir.Node) -> None:
+    operands = [(constant(v), v) for v in node.inputs]
+    constants = [(i, c) for i, (c, _) in enumerate(operands) if c is not None]
+    if len(constants) != 1 or (node.op_type == "Div" and constants[0][0] == 0):
+        return
+    position, factor = constants[0]
+    value = node.inputs[1 - position]
+    if value is None or factor.dtype != np.float32 or not np.all(np.isfinite(factor)) or not np.all(factor):
+        return
+    factor = factor.astype(np.float64)
+    factor = 1 / factor if node.op_type == "Div" else factor
+    producer = value.producer()
+    if factor.size == 1 and _readers_fold(node):
+        for use in list(node.outputs[0].uses()):
+            _scale_input(model, use.node, float(factor.reshape(-1)[0]))
+        node.outputs[0].replace_all_uses_with(value)
+    elif producer is not None and _producer_folds(producer, value):
+        rows = _row_factors(producer, factor)
+        if rows is not None:
+            _scale_rows(model, producer, rows)
+            node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
+
+
+def _readers_fold(node: ir.Node) -> bool:
+    """Whether all that reads a product are weighted operators, in the place of their activation."""
+    uses = list(node.outputs[0].uses())
+    return (
+        bool(uses)
+        and not node.outputs[0].is_graph_output()
+        and all(u.node.op_type in _WEIGHTED and u.idx == 0 and constant(u.node.inputs[1]) is not None for u in uses)
+    )
+
+
+def _producer_folds(producer: ir.Node, value: ir.Value) -> bool:
+    """Whether the operator in front of a product has constant weights, and nothing else reads its result."""
+    return (
+        producer.op_type in _WEIGHTED
+        and constant(producer.inputs[1]) is not None
+        and len(list(value.uses())) == 1
+        and not value.is_graph_output()
+        and (len(producer.inputs) < 3 or producer.inputs[2] is None or constant(producer.inputs[2]) is not None)
+    )
+
+
+def _row_factors(producer: ir.Node, factor: NDArray[np.float64]) -> NDArray[np.float64] | None:
+    """Return the factor of every output row (channel or column), None if the factor varies along another axis."""
+    rows = _outputs(producer)
+    if factor.size == 1:
+        return np.full(rows, factor.reshape(-1)[0])
+    if producer.op_type == "Conv":
+        weights = constant(producer.inputs[1])
+        assert weights is not None  # the callers have checked
+        rank = weights.ndim
+        channel_first = factor.reshape((1,) * (rank - factor.ndim) + factor.shape) if factor.ndim <= rank else factor
+        fits = channel_first.ndim == rank and channel_first.shape == (1, rows, *([1] * (rank - 2)))
+    else:
+        fits = factor.shape[-1] == rows == factor.size
+    return factor.reshape(-1) if fits else None
+
+
+def _outputs(producer: ir.Node) -> int:
+    weights = constant(producer.inputs[1])
+    assert weights is not None  # the callers have checked
+    first = producer.op_type == "Conv" or producer.attributes.get_int("transB", 0)
+    return int(weights.shape[0 if first else -1])
+
+
+def _scale_rows(model: ir.Model, node: ir.Node, rows: NDArray[np.float64]) -> None:
+    """Multiply the output rows of a weighted operator, its bias included."""
+    weights, bias = constant(node.inputs[1]), constant(node.inputs[2]) if len(node.inputs) > 2 else None
+    assert weights is not None  # the callers have checked
+    first = node.op_type == "Conv" or node.attributes.get_int("transB", 0)
+    shaped = rows.reshape(-1, *([1] * (weights.ndim - 1))) if first else rows
+    _replace(model, node, 1, weights * shaped)
+    if bias is not None:
+        _replace(model, node, 2, bias * rows)
+
+
+def _scale_input(model: ir.Model, node: ir.Node, factor: float) -> None:
+    weights = constant(node.inputs[1])
+    assert weights is not None  # the callers have checked
+    _replace(model, node, 1, weights.astype(np.float64) * factor)
+
+
+def _replace(model: ir.Model, node: ir.Node, position: int, array: NDArray[np.float64]) -> None:
+    name = f"{node.name}.scaled.{position}.{len(model.graph.initializers)}"
+    node.replace_input_with(position, _initialiser(model, name, array.astype(np.float32)))
+
+
+def _untranspose_gemm(model: ir.Model) -> None:
+    """Gemm(A', W) = Gemm(Transpose(A), W), and Gemm(W, B) = Transpose(Gemm(B', W')) for constant W."""
+    for node in list(model.graph):
+        if node.op_type != "Gemm":
+            continue
+        left, right = constant(node.inputs[0]), constant(node.inputs[1])
+        if right is not None and left is None and node.attributes.get_int("transA", 0):
+            turned = _transpose(node, node.inputs[0])
+            node.replace_input_with(0, turned)
+            node.attributes["transA"] = ir.AttrInt64("transA", 0)
+        elif left is not None and right is None:
+            _swap_gemm(model, node, left)
+
+
+def _swap_gemm(model: ir.Model, node: ir.Node, weights: NDArray[Any]) -> None:
+    bias = constant(node.inputs[2]) if len(node.inputs) > 2 else None
+    if len(node.inputs) > 2 and node.inputs[2] is not None and bias is None:
+        return  # refused later, with its reason
+    transposed_b = node.attributes.get_int("transB", 0)
+    activation = node.inputs[1] if transposed_b else _transpose(node, node.inputs[1])
+    matrix = weights if not node.attributes.get_int("transA", 0) else weights.T
+    operands = [activation, _initialiser(model, f"{node.name}.swapped", np.ascontiguousarray(matrix))]
+    if bias is not None:
+        turned = np.ascontiguousarray(np.atleast_2d(bias).T)
+        operands.append(_initialiser(model, f"{node.name}.swapped_bias", turned))
+    attributes = [
+        ir.AttrFloat32("alpha", node.attributes.get_float("alpha", 1.0)),
+        ir.AttrFloat32("beta", node.attributes.get_float("beta", 1.0)),
+        ir.AttrInt64("transA", 0),
+        ir.AttrInt64("transB", 1),
+    ]
+    swapped = ir.Node("", "Gemm", operands, attributes, name=node.name)
+    graph = node.graph
+    assert graph is not None  # nodes of a model always have one
+    graph.insert_before(node, swapped)
+    back = ir.Node("", "Transpose", [swapped.outputs[0]], [ir.AttrInt64s("perm", (1, 0))], name=f"{node.name}.back")
+    graph.insert_after(swapped, back)
+    back.outputs[0].type = node.outputs[0].type
+    node.outputs[0].replace_all_uses_with(back.outputs[0], replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
+def _transpose(node: ir.Node, value: ir.Value | None) -> ir.Value:
+    transpose = ir.Node("", "Transpose", [value], [ir.AttrInt64s("perm", (1, 0))], name=f"{node.name}.turn")
+    graph = node.graph
+    assert graph is not None  # nodes of a model always have one
+    graph.insert_before(node, transpose)
+    return transpose.outputs[0]
+
+
+def _initialiser(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
+    value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(ir.DataType.FLOAT))
+    value.const_value = ir.tensor(array, name=name)
+    model.graph.initializers[name] = value
+    return value

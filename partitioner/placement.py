@@ -1,0 +1,133 @@
+"""Place every operator on the side where fewest values cross, by a minimum cut.
+
+    requires  a `Lowered` for every node
+    ensures   a `Side` for every node; no value flows from the node to a server operator that follows weights, and none
+              from a server operator in front of weights back to the node
+
+A value flows through three places in this order: after the weights of one block (still encrypted), on the node, in
+front of the weights of the next block (encrypted again). A weighted operator reads in the third and writes in the first;
+a free operator sits in one of the three. So each operator has two binary variables, "at or after the node" and "in
+front of weights", and each value costs its size when it crosses from 0 to 1 of the first (download) or of the second
+(upload), once however many read it. That is a minimum cut: 0 is the source's side, an edge u -> v costs its capacity
+where u is 0 and v is 1, and an edge without capacity forbids that.
+Example: the sum of two convolutions belongs on the server, which then answers one value instead of two; average pooling
+after a nonlinearity belongs on the node, which then uploads fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from enum import Enum
+from math import prod
+
+import networkx as nx
+import onnx_ir as ir
+
+from partitioner.lowering import Lowered, Placement
+from partitioner.shapes import Shape
+
+
+class Side(Enum):
+    """Where an operator runs: on the server after or before weights (WEIGHTED is both), or on the node."""
+
+    AFTER_WEIGHTS = "server, after weights"
+    NODE = "node"
+    BEFORE_WEIGHTS = "server, before weights"
+    WEIGHTED = "server, weighted"
+
+    @property
+    def on_server(self) -> bool:
+        """Whether the operator runs under encryption."""
+        return self is not Side.NODE
+
+
+_SOURCE, _SINK = "source", "sink"
+#: One value's weight in the cut; the unit below it breaks ties towards the node.
+_VALUE_COST = 1000
+_Vertex = tuple[str, int, str]
+
+
+def place(
+    model: ir.Model, lowered: Mapping[ir.Node, Lowered], shapes: Mapping[str, Shape], on_node: Collection[ir.Node] = ()
+) -> dict[ir.Node, Side]:
+    """Return where each node runs.
+
+    Args:
+        model: the graph.
+        lowered: what each node may do.
+        shapes: shapes per sample; values without one are never encrypted.
+        on_node: nodes that later passes have found to belong on the node.
+    """
+    index = {node: i for i, node in enumerate(model.graph)}
+    graph = nx.DiGraph()
+    graph.add_nodes_from((_SOURCE, _SINK))
+    for node in model.graph:
+        kind = Placement.NODE if node in on_node else lowered[node].placement
+        if kind is not Placement.WEIGHTED:
+            _add_operator(graph, index[node], kind)
+    for value in _values(model):
+        shape = shapes.get(str(value.name))
+        if shape is not None:
+            _add_value(graph, value, prod(shape) * _VALUE_COST, index, lowered)
+    _, (zero, _) = nx.minimum_cut(graph, _SOURCE, _SINK)
+    sides = {}
+    for node in model.graph:
+        if lowered[node].placement is Placement.WEIGHTED:
+            sides[node] = Side.WEIGHTED
+        elif _variable(index[node], "node") in zero:
+            sides[node] = Side.AFTER_WEIGHTS
+        elif _variable(index[node], "before") in zero:
+            sides[node] = Side.NODE
+        else:
+            sides[node] = Side.BEFORE_WEIGHTS
+    return sides
+
+
+def _variable(node: int, name: str) -> _Vertex:
+    return ("operator", node, name)
+
+
+def _add_operator(graph: nx.DiGraph, node: int, kind: Placement) -> None:
+    after, before = _variable(node, "node"), _variable(node, "before")
+    graph.add_edge(after, before)  # never 0 and 1: in front of weights implies at or after the node
+    if kind is Placement.NODE:
+        graph.add_edge(after, _SINK)
+    if kind is Placement.MOVEMENT:
+        graph.add_edge(_SOURCE, before, capacity=1)
+    else:
+        graph.add_edge(_SOURCE, before)
+
+
+def _add_value(
+    graph: nx.DiGraph, value: ir.Value, cost: int, index: Mapping[ir.Node, int], lowered: Mapping[ir.Node, Lowered]
+) -> None:
+    """Charge a value once for its download and once for its upload, and keep the flow in order."""
+    producer = value.producer()
+    readers = {use.node for use in value.uses()}
+    weighted = [r for r in readers if lowered[r].placement is Placement.WEIGHTED]
+    for name in ("node", "before"):
+        charge: _Vertex = (name, id(value), "charge")
+        if producer is None:  # a query's input is on the node
+            made: _Vertex | str = _SINK if name == "node" else _SOURCE
+        elif lowered[producer].placement is Placement.WEIGHTED:
+            made = _SOURCE
+        else:
+            made = _variable(index[producer], name)
+        graph.add_edge(made, charge, capacity=cost)
+        for reader in readers:
+            if reader in weighted:
+                graph.add_edge(charge, _SINK)
+                continue
+            read = _variable(index[reader], name)
+            graph.add_edge(charge, read)
+            graph.add_edge(read, made)  # nothing flows backwards
+    if value.is_graph_output():  # a result is on the node
+        graph.add_edge(("node", id(value), "charge"), _SINK)
+        if producer is not None and lowered[producer].placement is not Placement.WEIGHTED:
+            graph.add_edge(_SOURCE, _variable(index[producer], "before"))
+
+
+def _values(model: ir.Model) -> Iterator[ir.Value]:
+    yield from model.graph.inputs
+    for node in model.graph:
+        yield from node.outputs

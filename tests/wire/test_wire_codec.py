@@ -1,0 +1,229 @@
+"""Events to bytes and back, and bytes that are no events."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heinfer.errors import LocalProtocolError, RemoteProtocolError
+from heinfer.wire import (
+    BlockAnswer,
+    BlockRequest,
+    Chunk,
+    Description,
+    Failure,
+    FailureCode,
+    Hello,
+    Limits,
+    QueryFailure,
+    QueryFailureCode,
+    QueryHeader,
+    Ready,
+    ResultHeader,
+    Statistics,
+    TensorChunk,
+    TensorSpec,
+    codec,
+    query_codec,
+)
+from heinfer.wire.proto import heinfer_pb2 as pb
+from heinfer.wire.queries import DTYPE_BYTES
+
+LIMITS = Limits()
+HASH, SESSION = b"h" * 32, b"s" * 16
+
+
+def uints(bits, low=0):
+    return st.integers(low, 2**bits - 1)
+
+
+names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+dtypes = st.sampled_from(sorted(DTYPE_BYTES))
+specs = st.builds(TensorSpec, names, dtypes, st.lists(st.integers(0, 40), max_size=4).map(tuple))
+open_specs = st.builds(
+    TensorSpec, names, dtypes, st.lists(st.none() | st.integers(0, 2**63 - 1), max_size=4).map(tuple)
+)
+
+
+def unique(elements):
+    return st.lists(elements, max_size=4, unique_by=lambda spec: spec.name).map(tuple)
+
+
+chunks = st.builds(Chunk, uints(64, 1), uints(64), uints(32, 1), st.binary(max_size=50))
+tensor_chunks = st.builds(TensorChunk, uints(32), uints(64), st.binary(min_size=1, max_size=50))
+hash_bytes, session_bytes = st.binary(min_size=32, max_size=32), st.binary(min_size=16, max_size=16)
+EVENTS = {
+    "node_event": (
+        st.builds(Hello, hash_bytes, session_bytes, uints(32))
+        | st.builds(
+            BlockRequest,
+            session_bytes,
+            hash_bytes,
+            uints(32),
+            uints(64, 1),
+            uints(32, 1),
+            uints(64, 1),
+            uints(32),
+        )
+        | chunks
+    ),
+    "server_event": (
+        st.just(Ready())
+        | st.builds(BlockAnswer, uints(64, 1), uints(64, 1), st.floats(0, 1e300))
+        | st.builds(Failure, st.sampled_from(FailureCode))
+        | chunks
+    ),
+    "query_event": st.builds(QueryHeader, uints(64), unique(specs), st.booleans(), uints(32)) | tensor_chunks,
+    "result_event": (
+        st.builds(ResultHeader, uints(64), unique(specs))
+        | tensor_chunks
+        | st.builds(Statistics, st.binary(max_size=50))
+        | st.builds(QueryFailure, st.sampled_from(QueryFailureCode), names)
+    ),
+    "description": st.builds(Description, hash_bytes, unique(open_specs), unique(open_specs), uints(32, 1)),
+}
+KINDS = sorted(EVENTS)
+
+
+def functions(kind):
+    module = codec if kind in ("node_event", "server_event") else query_codec
+    return getattr(module, f"encode_{kind}"), getattr(module, f"decode_{kind}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_round_trip(kind, data):
+    encode, decode = functions(kind)
+    event = data.draw(EVENTS[kind])
+    assert decode(encode(event, LIMITS), LIMITS) == event
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_any_bytes_decode_or_raise_remote_protocol_error(kind, data):
+    encode, decode = functions(kind)
+    encoded = bytearray(encode(data.draw(EVENTS[kind]), LIMITS))
+    for position, value in data.draw(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=4)):
+        if position < len(encoded):
+            encoded[position] = value
+    garbage = data.draw(st.sampled_from([bytes(encoded), b""])) + data.draw(st.binary(max_size=40))
+    try:
+        event = decode(garbage, LIMITS)
+    except RemoteProtocolError:
+        return
+    assert decode(encode(event, LIMITS), LIMITS) == event
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_message_is_refused(kind):
+    with pytest.raises(RemoteProtocolError):
+        functions(kind)[1](b"", LIMITS)
+
+
+def test_every_truncation_is_refused():
+    whole = codec.encode_node_event(BlockRequest(SESSION, HASH, 1, 2, 3, 4, 5), LIMITS)
+    for size in range(len(whole)):
+        with pytest.raises(RemoteProtocolError):
+            codec.decode_node_event(whole[:size], LIMITS)
+
+
+def _request(**changes):
+    fields = {"session": SESSION, "plan_hash": HASH, "request_id": 1, "mode": 1, "samples": 1, "rows": 1, **changes}
+    return pb.NodeMessage(request=pb.BlockRequest(**fields))
+
+
+def _query(*tensors):
+    return pb.QueryMessage(header=pb.QueryHeader(request_id=1, tensors=tensors))
+
+
+def _spec(name="x", dtype="float32", dims=(1,)):
+    return pb.TensorSpec(name=name, dtype=dtype, dims=dims)
+
+
+HOSTILE = {
+    "short hash": ("node_event", pb.NodeMessage(hello=pb.Hello(plan_hash=HASH[1:], session=SESSION))),
+    "long session": ("node_event", pb.NodeMessage(hello=pb.Hello(plan_hash=HASH, session=SESSION + b"x"))),
+    "mode unset": ("node_event", _request(mode=0)),
+    "mode unknown": ("node_event", _request(mode=77)),
+    "no samples": ("node_event", _request(samples=0)),
+    "no rows": ("node_event", _request(rows=0)),
+    "id zero": ("node_event", _request(request_id=0)),
+    "chunk without rows": ("node_event", pb.NodeMessage(chunk=pb.Chunk(request_id=1, data=b"x"))),
+    "time nan": (
+        "server_event",
+        pb.ServerMessage(answer=pb.BlockAnswer(request_id=1, rows=1, compute_seconds=float("nan"))),
+    ),
+    "time negative": (
+        "server_event",
+        pb.ServerMessage(answer=pb.BlockAnswer(request_id=1, rows=1, compute_seconds=-1)),
+    ),
+    "code unset": ("server_event", pb.ServerMessage(failure=pb.Failure())),
+    "code unknown": ("server_event", pb.ServerMessage(failure=pb.Failure(code=99))),
+    "dtype object": ("query_event", _query(_spec(dtype="object"))),
+    "dtype of numpy's short form": ("query_event", _query(_spec(dtype="f4"))),
+    "no name": ("query_event", _query(_spec(name=""))),
+    "long name": ("query_event", _query(_spec(name="x" * 1025))),
+    "same name twice": ("query_event", _query(_spec(), _spec())),
+    "too many tensors": ("query_event", _query(*(_spec(name=str(k)) for k in range(257)))),
+    "negative dimension": ("query_event", _query(_spec(dims=(-2,)))),
+    "open dimension": ("query_event", _query(_spec(dims=(-1, 3)))),
+    "rank 33": ("query_event", _query(_spec(dims=(1,) * 33))),
+    "product overflows 64 bits": ("query_event", _query(_spec(dims=(2**32, 2**32)))),
+    "product overflows beside a zero": ("query_event", _query(_spec(dims=(2**62, 2**62, 0)))),
+    "too large together": ("query_event", _query(_spec(dims=(2**30,)), _spec("y", dims=(2**30 + 1,)))),
+    "empty chunk": ("query_event", pb.QueryMessage(chunk=pb.TensorChunk())),
+    "open dimension in a result": (
+        "result_event",
+        pb.ResultMessage(header=pb.ResultHeader(tensors=[_spec(dims=(-1,))])),
+    ),
+    "long reason": ("result_event", pb.ResultMessage(failure=pb.QueryFailure(code=1, message="x" * 4097))),
+    "no samples described": ("description", pb.Description(plan_hash=HASH, mode=1, protocol_version=1)),
+}
+
+
+@pytest.mark.parametrize(("kind", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_content_is_refused(kind, message):
+    with pytest.raises(RemoteProtocolError):
+        functions(kind)[1](message.SerializeToString(), LIMITS)
+
+
+def test_name_that_is_not_utf8_is_refused():
+    data = _query(_spec(name="xyz")).SerializeToString().replace(b"xyz", b"x\xff\xfe")
+    with pytest.raises(RemoteProtocolError):
+        query_codec.decode_query_event(data, LIMITS)
+
+
+def test_message_above_the_limit_is_refused_both_ways_and_at_the_limit_is_not():
+    event = Chunk(1, 0, 1, bytes(3000))
+    size = len(codec.encode_node_event(event, LIMITS))
+    exact, less = (Limits(chunk_bytes=100, message_bytes=bytes_) for bytes_ in (size, size - 1))
+    assert codec.decode_node_event(codec.encode_node_event(event, exact), exact) == event
+    with pytest.raises(LocalProtocolError):
+        codec.encode_node_event(event, less)
+    with pytest.raises(RemoteProtocolError):
+        codec.decode_node_event(codec.encode_node_event(event, exact), less)
+
+
+@pytest.mark.parametrize("event", [Ready(), Failure(FailureCode.FAILED), None])
+def test_event_of_the_other_direction_is_not_encoded(event):
+    with pytest.raises(LocalProtocolError):
+        codec.encode_node_event(event, LIMITS)
+
+
+def test_lone_surrogate_in_a_name_is_a_local_error():
+    with pytest.raises(LocalProtocolError):
+        query_codec.encode_query_event(QueryHeader(1, (TensorSpec("\ud800", "bool", (1,)),)), LIMITS)
+
+
+def test_length_prefix_beyond_the_message_is_refused():
+    data = b"\x1a" + b"\xff\xff\xff\xff\x07" + struct.pack("<Q", 1)
+    with pytest.raises(RemoteProtocolError):
+        codec.decode_node_event(data, LIMITS)
+
+
+def test_data_and_reasons_stay_out_of_repr():
+    for event in (Chunk(1, 0, 1, b"secret"), TensorChunk(0, 0, b"secret"), Statistics(b"secret")):
+        assert "secret" not in repr(event)
