@@ -4,9 +4,10 @@ Run from the repository root, on an otherwise idle machine:
 
     OMP_WAIT_POLICY=PASSIVE OPENBLAS_NUM_THREADS=1 python -m benchmarks.modular_product --json PATH
 
-Contenders take turns, so that a disturbance hits all of them; times are medians. `single` runs on one thread and
-compares with one numpy product over all columns; `cores` runs tiles on all cores and compares with the float64 product
-cut into the same tiles.
+Contenders take turns, so that a disturbance hits all of them; times are medians. On a shared machine wall-clock times
+include waiting for others; the ratios of processor time (all threads of the process) do not. `single` runs on one
+thread and compares with one numpy product over all columns; `cores` runs tiles on all cores and compares with the
+float64 product cut into the same tiles.
 """
 
 from __future__ import annotations
@@ -35,16 +36,21 @@ SHAPES = [(1024, 1024, 256), (512, 4608, 784), (64, 576, 1024), (16, 150, 4096)]
 TARGET = {(512, 4608, 784): 2.5}
 
 
-def median_times(contenders: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
-    """Median wall-clock seconds of every contender; they take turns."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+def median_times(
+    contenders: dict[str, Callable[[], object]], repetitions: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Median seconds of every contender, by the wall clock and of processor time; they take turns."""
+    wall: dict[str, list[float]] = {name: [] for name in contenders}
+    processor: dict[str, list[float]] = {name: [] for name in contenders}
     for repetition in range(repetitions + 2):
         for name, contender in contenders.items():
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             contender()
             if repetition >= 2:  # the first rounds compile and warm the caches
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+                wall[name].append(time.perf_counter() - start)
+                processor[name].append(time.process_time() - busy)
+    medians = [{name: statistics.median(values) for name, values in times.items()} for times in (wall, processor)]
+    return medians[0], medians[1]
 
 
 def measure(shape: tuple[int, int, int], repetitions: int) -> dict[str, Any]:
@@ -66,7 +72,7 @@ def measure(shape: tuple[int, int, int], repetitions: int) -> dict[str, Any]:
     def plain_tile(tile: slice) -> None:
         plain[:, tile] = weights @ values[:, tile]
 
-    seconds = median_times(
+    seconds, processor = median_times(
         {
             "plain_single": lambda: np.matmul(weights, values, out=plain),
             "exact_single": lambda: matrix.multiply(residues, result, threads=1),
@@ -83,6 +89,8 @@ def measure(shape: tuple[int, int, int], repetitions: int) -> dict[str, Any]:
         **{f"{name}_ms": round(value * 1e3, 4) for name, value in seconds.items()},
         "ratio_single": round(seconds["exact_single"] / seconds["plain_single"], 3),
         "ratio_cores": round(seconds["exact_cores"] / seconds["plain_cores"], 3),
+        "processor_ratio_single": round(processor["exact_single"] / processor["plain_single"], 3),
+        "processor_ratio_cores": round(processor["exact_cores"] / processor["plain_cores"], 3),
         "target": TARGET.get(shape),
     }
 
@@ -105,14 +113,16 @@ def main() -> None:
     if arguments.repetitions < 15:
         parser.error("--repetitions: expected at least 15")
     rows = [measure(shape, arguments.repetitions) for shape in SHAPES]
-    print(f"{'shape':>18} {'plain':>9} {'exact':>9} {'ratio':>6} {'plain':>9} {'exact':>9} {'ratio':>6}")
-    print(f"{'':>18} {'one thread, ms':>26} {f'{core_count()} cores, ms':>26}")
+    print(f"{'':18} {'one thread':>32}   {f'{core_count()} cores':>32}")
+    print(f"{'shape':>18}" + f"{'plain ms':>9} {'exact ms':>9} {'ratio':>6} {'(cpu)':>6}  " * 2)
     for row in rows:
-        print(
-            f"{row['outputs']:>6}x{row['inputs']}x{row['columns']:<6} {row['plain_single_ms']:9.3f} "
-            f"{row['exact_single_ms']:9.3f} {row['ratio_single']:6.2f} {row['plain_cores_ms']:9.3f} "
-            f"{row['exact_cores_ms']:9.3f} {row['ratio_cores']:6.2f}"
-        )
+        shape = f"{row['outputs']}x{row['inputs']}x{row['columns']}"
+        cells = [
+            f"{row[f'plain_{kind}_ms']:9.3f} {row[f'exact_{kind}_ms']:9.3f} {row[f'ratio_{kind}']:6.2f} "
+            f"{row[f'processor_ratio_{kind}']:6.2f}  "
+            for kind in ("single", "cores")
+        ]
+        print(f"{shape:>18}" + "".join(cells))
     if arguments.json:
         blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
         report = {

@@ -15,7 +15,7 @@ SETTINGS = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "NUMBA_THREADING_LAYER_PRIORITY": "tbb omp",  # never workqueue, which aborts under two threads
+    "NUMBA_THREADING_LAYER": "threadsafe",  # tbb or OpenMP; never workqueue, which aborts under two threads
 }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from heinfer.errors import PlanError
+from heinfer.errors import HeinferError, PlanError
 from heinfer.plan.schema import NodeStep, Plan, RoundStep
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -36,6 +36,18 @@ def open_session(model: bytes | str, threads: int = 1) -> onnxruntime.InferenceS
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
         raise PlanError(f"onnxruntime refuses a model: {error}") from error
+
+
+class NodeStepError(HeinferError):
+    """onnxruntime failed in a step, on these data.
+
+    Attributes:
+        position: position of the step in the plan.
+    """
+
+    def __init__(self, position: int, reason: str) -> None:
+        self.position = position
+        super().__init__(reason)
 
 
 class PlanRunner:
@@ -64,17 +76,27 @@ class PlanRunner:
             run_round: evaluates the blocks of a round, given the tensors so far.
         Returns:
             The plan's outputs, shape (samples, *shape).
+
+        Raises:
+            NodeStepError: onnxruntime failed in a step.
         """
         tensors: dict[str, NDArray[Any]] = dict(inputs)
         for position, step in enumerate(self._plan.steps):
             if isinstance(step, RoundStep):
                 tensors.update(run_round(step, tensors))
             else:
-                results = self._sessions[step.model].run(list(step.outputs), {name: tensors[name] for name in step.inputs})
-                tensors.update(zip(step.outputs, results, strict=True))
+                tensors.update(self._run_step(position, step, tensors))
             for name in [n for n in tensors if self._last_use.get(n, -1) <= position]:
                 del tensors[name]
         return {t.name: np.asarray(tensors[t.name]) for t in self._plan.outputs}
+
+    def _run_step(self, position: int, step: NodeStep, tensors: Tensors) -> Tensors:
+        try:
+            feeds = {name: tensors[name] for name in step.inputs}
+            results = self._sessions[step.model].run(list(step.outputs), feeds)
+        except Exception as error:  # onnxruntime's exceptions share no base class of their own
+            raise NodeStepError(position, f"step {position} ({step.model}): {error}") from error
+        return dict(zip(step.outputs, results, strict=True))
 
     def _reads(self, step: NodeStep | RoundStep) -> list[str]:
         if isinstance(step, NodeStep):

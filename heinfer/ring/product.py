@@ -17,7 +17,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from heinfer.ring.packing import check_array, join_into, scratch_array, split_in
 from heinfer.ring.parameters import ROW_SUM_LIMIT, WEIGHT_LIMIT, RingParameters, checked_weights, cut_inputs
 
 Tile = TypeVar("Tile")
+Floats: TypeAlias = NDArray[np.float64]
 
 _ITEM_BYTES: Final = 8
 
@@ -41,9 +42,7 @@ _SMALL_PRODUCT: Final = 1_000_000
 # Sizes of tiles, measured with benchmarks/modular_product.py: fewest and most columns (more where the weights are many
 # and repacking them counts), fewest rows, and most bytes of limbs, which every thread keeps.
 _NARROW, _WIDE, _WIDEST = 64, 512, 1024
-_MANY_WEIGHTS: Final = 2**20
-_TILE_ROWS: Final = 64
-_TILE_BYTES: Final = 64 * 2**20
+_MANY_WEIGHTS, _TILE_ROWS, _TILE_BYTES = 2**20, 64, 64 * 2**20
 
 
 _pool: list[ThreadPoolExecutor] = []
@@ -128,8 +127,9 @@ class ModularMatrix:
         checked = checked_weights(weights)
         magnitudes = np.abs(checked)
         row_sum = int(magnitudes.sum(axis=1).max(initial=0.0))
-        values = (checked, cut_inputs(magnitudes), checked.shape[1], checked.shape[0], parameters, row_sum)
-        for name, value in zip(self.__slots__, values, strict=True):
+        sizes = {"outputs": checked.shape[0], "inputs": checked.shape[1], "row_sum": row_sum}
+        values = {"parameters": parameters, "chunks": cut_inputs(magnitudes), "_weights": checked, **sizes}
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -235,12 +235,7 @@ class ModularMatrix:
         return 2 * self.outputs * self.inputs * columns
 
     def _multiply_chunk(
-        self,
-        chunk: slice,
-        limbs: NDArray[np.float64],
-        out: NDArray[np.int64],
-        scratch: NDArray[np.float64],
-        rows: slice,
+        self, chunk: slice, limbs: Floats, out: NDArray[np.int64], scratch: Floats, rows: slice
     ) -> None:
         """Multiply one chunk of inputs, for some rows: the first chunk overwrites `out`, the others add to it."""
         weights = self._weights[rows, chunk]

@@ -1,0 +1,91 @@
+"""heinfer infer."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from heinfer.cli.screen import JsonOption, out, size, write_json
+
+if TYPE_CHECKING:
+    from heinfer.client.remote import RemoteModel
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("infer")(infer_command)
+
+
+def infer_command(
+    query: Annotated[Path, typer.Argument(metavar="QUERY.npy", help="Samples first, or one sample.")],
+    node: Annotated[str | None, typer.Option("--node", metavar="HOST:PORT", help="A running node.")] = None,
+    bundle: Annotated[
+        Path | None, typer.Option("--bundle", metavar="BUNDLE", help="A bundle: start all three roles for this query.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="RESULT.npy", help="Where to write the first output.")
+    ] = None,
+    divide: Annotated[float | None, typer.Option(help="Divide the query by this; 255 for images.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Ask for a model's answer under encryption."""
+    if (node is None) == (bundle is None):
+        raise typer.BadParameter("give either --node or --bundle")
+    import numpy as np
+
+    from heinfer.client import connect, local
+    from heinfer.client.data import load_query
+    from heinfer.plan import TensorSpec
+
+    if not query.is_file():
+        raise typer.BadParameter(f"{query} does not exist", param_hint="QUERY.npy")
+    context: Any = connect(node) if node is not None else local(bundle or Path())
+    with context if context is not None else nullcontext() as model:
+        spec = model.description.inputs[0]
+        data = load_query(query, TensorSpec(spec.name, spec.shape[1:], spec.dtype), divide)
+        for note in data.notes:
+            out.print(note)
+        figures = _ask(model, data.x)
+    result = figures.pop("result")
+    if output is not None:
+        np.save(output, result)
+        out.print(f"Wrote {output}: {result.dtype} {result.shape}")
+    _show(result, figures)
+    write_json(json, {**figures, "output": result.tolist()})
+
+
+def _ask(model: RemoteModel, x: Any) -> dict[str, Any]:
+    started = time.perf_counter()
+    answer = model.query(x, statistics=True)
+    seconds = time.perf_counter() - started
+    result = next(iter(answer.outputs.values()))
+    blocks = answer.statistics["blocks"]
+    return {
+        "result": result,
+        "samples": len(x),
+        "seconds": seconds,
+        "bytes_up": sum(b["bytes_up"] for b in blocks),
+        "bytes_down": sum(b["bytes_down"] for b in blocks),
+        "rounds": answer.statistics["rounds"],
+        "error_bound": answer.statistics["error_bound"],
+    }
+
+
+def _show(result: Any, figures: dict[str, Any], most: int = 10) -> None:
+    if result.ndim == 2 and result.shape[1] > 1:
+        top = result.argmax(axis=1)
+        for i, (row, best) in enumerate(zip(result[:most], top[:most], strict=True)):
+            out.print(f"sample {i}: class {best} ({row[best]:.4g})")
+    else:
+        out.print(str(result[:most]))
+    if len(result) > most:
+        out.print(f"... and {len(result) - most} more")
+    out.print(
+        f"{figures['samples']} sample(s) in {figures['seconds']:.2f} s, {figures['rounds']} rounds, "
+        f"{size(figures['bytes_up'])} up, {size(figures['bytes_down'])} down, last block's error at most "
+        f"{figures['error_bound']:.1e}"
+    )

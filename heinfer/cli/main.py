@@ -1,0 +1,53 @@
+"""Entry point. Exit codes: 0 done, 2 usage, 1 refused or failed, with the reason on standard error."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from heinfer.cli import demonstrate, evaluating, inferring, partitioning, roles
+from heinfer.errors import HeinferError
+from heinfer.processes import prepare_environment
+
+app = typer.Typer(
+    help="Private inference: an untrusted server evaluates the linear layers of an ONNX model on ciphertexts.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log ids, shapes, bytes and milliseconds.")] = False,
+) -> None:
+    """Set up logging; values and keys are never logged."""
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+for group in (partitioning, roles, inferring, evaluating, demonstrate):
+    group.register(app)
+
+
+def main() -> None:
+    """Run a command and turn errors into exit codes."""
+    prepare_environment()
+    try:
+        app()
+    except HeinferError as error:
+        sys.exit(_refuse(str(error)))
+    except OSError as error:
+        sys.exit(_refuse(f"{error.filename or 'system'}: {error.strerror or error}"))
+
+
+def _refuse(reason: str) -> int:
+    print(f"heinfer: {reason}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""heinfer serve, heinfer node: the two parties, each with its own folder."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import typer
+
+from heinfer.cli.screen import err
+
+ListenOption = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 takes a free one.")]
+ParentOption = Annotated[bool, typer.Option("--with-parent", hidden=True, help="End when standard input closes.")]
+
+
+class Service(Protocol):
+    """What both parties' services offer."""
+
+    address: Any
+
+    def wait(self) -> None:
+        """Block until stopped."""
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """Stop."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("serve")(serve_command)
+    app.command("node")(node_command)
+
+
+def serve_command(
+    folder: Annotated[Path, typer.Argument(metavar="BUNDLE/server", help="The server's part of a bundle.")],
+    listen: ListenOption = "127.0.0.1:7700",
+    with_parent: ParentOption = False,
+) -> None:
+    """Run the untrusted server: integer weights, ciphertexts, no keys."""
+    from heinfer.plan import load_server
+    from heinfer.server.evaluation import BlockEvaluator
+    from heinfer.server.service import EvaluatorService
+    from heinfer.wire import Limits, parse_address
+
+    address = parse_address(listen)
+    bundle = load_server(folder)
+    evaluator = BlockEvaluator(bundle)
+    evaluator.warm_up()
+    service = EvaluatorService(evaluator, address, Limits())
+    _run(service, f"serving {bundle.plan.model.name}", with_parent)
+
+
+def node_command(
+    folder: Annotated[Path, typer.Argument(metavar="BUNDLE/node", help="The node's part of a bundle.")],
+    server: Annotated[str, typer.Option("--server", metavar="HOST:PORT", help="Where the untrusted server listens.")],
+    listen: ListenOption = "127.0.0.1:7800",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that encrypt; the cores where not given.")] = None,
+    allow_trace: Annotated[
+        bool, typer.Option("--allow-trace", help="Let clients ask for values inside the model, for reports.")
+    ] = False,
+    with_parent: ParentOption = False,
+) -> None:
+    """Run the trusted node: keys, encryption, nonlinear operators."""
+    from heinfer.plan import load_node
+    from heinfer.wire import Limits, parse_address
+    from trusted_node.engine import Engine, block_shapes
+    from trusted_node.link import ServerLink
+    from trusted_node.service import NodeService
+    from trusted_node.workers import CryptoPool
+
+    listening, serving, limits = parse_address(listen), parse_address(server), Limits()
+    bundle = load_node(folder)
+    link = ServerLink(serving, bundle.plan_hash, block_shapes(bundle.plan), limits)
+    with link.session():  # the server is there and has the same plan
+        pass
+    with CryptoPool(bundle.plan.ring.parameters, workers) as pool:
+        engine = Engine(bundle, link, pool, limits)
+        service = NodeService(engine, listening, limits, allow_trace)
+        try:
+            _run(service, f"node for {bundle.plan.model.name}, server {serving}", with_parent)
+        finally:
+            engine.close()
+            link.close()
+
+
+def _run(service: Service, what: str, with_parent: bool) -> None:
+    """Say where the service listens, then wait for a signal or for the parent to go."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if with_parent:
+        threading.Thread(target=_watch_parent, args=(stop,), daemon=True).start()
+        print(json.dumps({"listening": str(service.address)}), flush=True)
+    else:
+        err.print(f"{what}, listening on {service.address}; stop with Ctrl-C")
+    stop.wait()
+    service.stop()
+
+
+def _watch_parent(stop: threading.Event) -> None:
+    sys.stdin.buffer.read()
+    stop.set()

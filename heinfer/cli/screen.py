@@ -1,0 +1,63 @@
+"""What the commands share: consoles, the --json option, tables, units, progress."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures as JSON.")]
+BundleArgument = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Folder written by `heinfer partition`.")]
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    """Write figures where they were asked for."""
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def table(*columns: str, title: str | None = None, right: tuple[int, ...] = ()) -> Table:
+    """Return a plain table; columns numbered in `right` are aligned to the right."""
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for position, name in enumerate(columns):
+        result.add_column(name, justify="right" if position in right else "left", overflow="fold")
+    return result
+
+
+def size(amount: float) -> str:
+    """Return bytes with a decimal unit."""
+    for unit in ("B", "KB", "MB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.2f} GB"
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function (phase, done, total) that draws one bar a phase on standard error."""
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err, transient=not err.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def tell(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(phase, total=total)
+            bars.update(tasks[phase], completed=done)
+
+        yield tell

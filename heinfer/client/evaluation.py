@@ -1,0 +1,227 @@
+"""Evaluate a bundle on a data set: plain beside encrypted, in three processes over real sockets.
+
+    x --> onnxruntime, the original model -----------------------> plain outputs -+
+    x --> node --> server --> node, in groups of N samples ------> outputs -------+--> Report
+    a few samples --> the same, values around every block -------> errors, bounds +
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heinfer.client.environment import machine_name, versions
+from heinfer.client.local import LocalModel, local, peak_memory_bytes
+from heinfer.client.report import BlockReport, Disagreement, Report
+from heinfer.errors import InputError
+from heinfer.plan import Plan, Reference, load_node, load_reference, load_server, read_plan
+from heinfer.plan.execution import open_session
+from heinfer.processes import core_count
+from trusted_node.simulation import estimate_error
+
+#: Queries in flight: the node works on as many groups.
+QUERIES_IN_FLIGHT = 3
+LATENCY_QUERIES = 5
+TRACED_SAMPLES = 32
+Progress = Callable[[str, int, int], None]
+
+
+def evaluate(
+    bundle: str | Path,
+    x: NDArray[Any],
+    labels: NDArray[Any] | None = None,
+    *,
+    reference: Reference | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Evaluate a bundle.
+
+    Args:
+        bundle: folder written by `partition`.
+        x: samples first, then the model's input shape.
+        labels: one class a sample.
+        reference: the original model; read from the bundle where None.
+        progress: called with (phase, done, total) as work advances.
+
+    Raises:
+        PlanError: the bundle is incomplete, or has no reference.
+        InputError: the data don't fit.
+        QueryFailedError: node or server failed.
+    """
+    folder = Path(bundle)
+    plan, _ = read_plan(folder)
+    reference = reference or load_reference(folder, plan)
+    if len(plan.inputs) != 1:
+        raise InputError(f"evaluation takes models with one input, this one has {len(plan.inputs)}")
+    if labels is not None and np.shape(labels) != (len(x),):
+        raise InputError(f"expected {len(x)} labels, found shape {np.shape(labels)}")
+    tell = progress or (lambda phase, done, total: None)
+    started = time.perf_counter()
+    plain = run_reference(reference.model, x, lambda done: tell("plain", done, len(x)))
+    plain_s = time.perf_counter() - started
+    traced = x[:TRACED_SAMPLES]
+    tell("estimate", 0, 1)
+    node, server = load_node(folder / "node"), load_server(folder / "server")
+    estimate = estimate_error(node, server, reference, {plan.inputs[0].name: traced})
+    tell("estimate", 1, 1)
+    with local(folder, allow_trace=True) as model:
+        run = _run_encrypted(model, plan, x, tell)
+        tell("latency", 0, LATENCY_QUERIES)
+        latency_s = _measure_latency(model, x[:1], tell)
+        trace = model.query(traced, trace_samples=len(traced)).trace
+        server_role, node_role = model.roles
+        memory = {"server": server_role.peak_memory_bytes(), "node": node_role.peak_memory_bytes()}
+        start_s = model.start_s
+    memory["client"] = own_peak_memory_bytes()
+    return Report(
+        model=plan.model.name,
+        mode="standard",
+        samples=len(x),
+        **_compare(plain, run.outputs, labels),
+        error_bound=run.error_bound,
+        error_estimate=estimate,
+        seconds=run.seconds,
+        images_per_s=len(x) / run.seconds,
+        latency_s=latency_s,
+        start_s=start_s,
+        plain_s=plain_s,
+        bytes_up=sum(b["bytes_up"] for b in run.blocks),
+        bytes_down=sum(b["bytes_down"] for b in run.blocks),
+        rounds=plan.rounds,
+        node_operators_s=run.node_s,
+        blocks=[_report_block(plan, i, costs, reference, trace) for i, costs in enumerate(run.blocks)],
+        traced_samples=len(traced),
+        parameters=ring_figures(plan),
+        peak_memory_bytes=memory,
+        versions=versions(),
+        machine=machine_name(),
+        cores=core_count(),
+    )
+
+
+@dataclass(slots=True)
+class _Run:
+    outputs: NDArray[Any]
+    seconds: float
+    error_bound: float
+    node_s: float
+    blocks: list[dict[str, Any]]
+
+
+def _run_encrypted(model: LocalModel, plan: Plan, x: NDArray[Any], tell: Progress) -> _Run:
+    """Send all samples, N at a time, several queries in flight."""
+    degree = plan.ring.degree
+    starts = range(0, len(x), degree)
+    parts: dict[int, NDArray[Any]] = {}
+    totals: list[dict[str, Any]] = [{} for _ in plan.blocks]
+    bound = node_s = 0.0
+    done = 0
+    tell("encrypted", 0, len(x))
+    started = time.perf_counter()
+    with ThreadPoolExecutor(QUERIES_IN_FLIGHT) as pool:
+        futures = {pool.submit(model.query, x[s : s + degree], statistics=True): s for s in starts}
+        try:
+            for future in as_completed(futures):
+                answer = future.result()
+                start = futures[future]
+                parts[start] = answer.outputs[plan.outputs[0].name]
+                statistics = answer.statistics
+                bound, node_s = max(bound, statistics["error_bound"]), node_s + statistics["node_s"]
+                for total, costs in zip(totals, statistics["blocks"], strict=True):
+                    for name, amount in costs.items():
+                        total[name] = total.get(name, 0) + amount
+                done += len(parts[start])
+                tell("encrypted", done, len(x))
+        finally:
+            for future in futures:
+                future.cancel()
+    seconds = time.perf_counter() - started
+    return _Run(np.concatenate([parts[s] for s in starts]), seconds, bound, node_s, totals)
+
+
+def _measure_latency(model: LocalModel, x: NDArray[Any], tell: Progress) -> float:
+    times = []
+    for i in range(LATENCY_QUERIES):
+        started = time.perf_counter()
+        model.predict(x)
+        times.append(time.perf_counter() - started)
+        tell("latency", i + 1, LATENCY_QUERIES)
+    return float(np.median(times))
+
+
+def run_reference(content: bytes, x: NDArray[Any], advance: Callable[[int], None]) -> NDArray[Any]:
+    """Run the original model under onnxruntime, one sample at a time where its batch is fixed at 1."""
+    session = open_session(content, core_count())
+    source = session.get_inputs()[0]
+    step = 1 if isinstance(source.shape[0], int) else 256
+    name = session.get_outputs()[0].name
+    parts = []
+    for start in range(0, len(x), step):
+        parts.append(session.run([name], {source.name: x[start : start + step]})[0])
+        if start % 256 == 0:
+            advance(min(start + 256, len(x)))
+    return np.concatenate(parts)
+
+
+def _compare(plain: NDArray[Any], encrypted: NDArray[Any], labels: NDArray[Any] | None) -> dict[str, Any]:
+    """Compare outputs; the fields of `Report` that come of it."""
+    want, got = (a.reshape(len(a), -1).astype(np.float64) for a in (plain, encrypted))
+    error = np.abs(got - want)
+    figures: dict[str, Any] = {"max_abs_error": float(error.max()), "mean_abs_error": float(error.mean())}
+    if want.shape[1] < 2:
+        return {**figures, "agreement": None, "disagreements": [], "accuracy_plain": None, "accuracy_encrypted": None}
+    top_plain, top_encrypted = want.argmax(axis=1), got.argmax(axis=1)
+    different = np.flatnonzero(top_plain != top_encrypted)
+    figures["agreement"] = 1 - len(different) / len(want)
+    figures["disagreements"] = [
+        Disagreement(
+            int(i), int(top_plain[i]), int(top_encrypted[i]), float(want[i, top_plain[i]] - want[i, top_encrypted[i]])
+        )
+        for i in different
+    ]
+    figures["accuracy_plain"] = None if labels is None else float(np.mean(top_plain == labels))
+    figures["accuracy_encrypted"] = None if labels is None else float(np.mean(top_encrypted == labels))
+    return figures
+
+
+def _report_block(
+    plan: Plan, index: int, costs: dict[str, Any], reference: Reference, trace: dict[str, NDArray[Any]]
+) -> BlockReport:
+    block = plan.blocks[index]
+    inputs = [trace[f"trace/{index}/input/{i}"].astype(np.float64) for i in range(len(block.inputs))]
+    expected = reference.evaluate_block(index, inputs)
+    measured = bounded = quotient = 0.0
+    for position, want in enumerate(expected):
+        error = np.abs(trace[f"trace/{index}/output/{position}"] - want)
+        bound = trace[f"trace/{index}/bound/{position}"].astype(np.float64)
+        measured, bounded = max(measured, float(error.max())), max(bounded, float(bound.max()))
+        quotient = max(quotient, float((error / np.maximum(bound, np.finfo(np.float64).tiny)).max()))
+    names = ("server_s", "wire_s", "ciphertexts_up", "ciphertexts_down", "bytes_up", "bytes_down")
+    return BlockReport(
+        block=index,
+        operators=list(block.operators),
+        node_s=costs["encrypt_s"] + costs["decrypt_s"],
+        **{name: costs[name] for name in names},
+        measured_error=measured,
+        error_bound=bounded,
+        error_to_bound=quotient,
+    )
+
+
+def ring_figures(plan: Plan) -> dict[str, int]:
+    """Return N, log2 q and the security level in bits."""
+    parameters = plan.ring.parameters
+    return {"N": parameters.degree, "log2_q": parameters.modulus_bits, "security_bits": parameters.security_bits}
+
+
+def own_peak_memory_bytes() -> int | None:
+    """Return the peak resident memory of this process."""
+    return peak_memory_bytes(os.getpid())

@@ -1,0 +1,139 @@
+"""All three roles on this machine, as separate processes on loopback: for trials, demos and evaluation.
+
+The server gets only bundle/server, the node only bundle/node. Both end when this process ends, however it ends: they
+watch a pipe that we hold.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from heinfer.client.remote import RemoteModel
+from heinfer.errors import RemoteProtocolError
+from heinfer.plan import read_plan
+from heinfer.processes import child_environment
+
+START_S = 120.0
+STOP_S = 10.0
+
+
+class Role:
+    """One of our processes: `heinfer serve` or `heinfer node`, on a port that the system chose."""
+
+    def __init__(self, name: str, arguments: list[str]) -> None:
+        self.name = name
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "heinfer.cli.main", *arguments, "--listen", "127.0.0.1:0", "--with-parent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=child_environment(),
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def wait_ready(self) -> str:
+        """Return the address that the process listens on.
+
+        Raises:
+            RemoteProtocolError: it ended, with its own words.
+        """
+        assert self._process.stdout is not None  # we asked for a pipe
+        timer = threading.Timer(START_S, self._process.kill)
+        timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
+        try:
+            return str(json.loads(line)["listening"])
+        except (ValueError, KeyError, TypeError):
+            self.stop()
+            raise RemoteProtocolError(f"the {self.name} did not start: {self.last_words()}") from None
+
+    def last_words(self) -> str:
+        """Return the end of what the process wrote to standard error."""
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace").strip()[-2000:] or "it said nothing"
+
+    def stop(self) -> None:
+        """End the process and wait for it."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def peak_memory_bytes(self) -> int | None:
+        """Return the largest resident memory of the process and its children together, None where unknown."""
+        return peak_memory_bytes(self.pid)
+
+
+class LocalModel(RemoteModel):
+    """A model whose node and server are processes of ours.
+
+    Attributes:
+        roles: the processes, server first.
+        start_s: seconds until both were ready.
+    """
+
+    def __init__(self, address: str, roles: tuple[Role, Role], start_s: float) -> None:
+        super().__init__(address)
+        self.roles = roles
+        self.start_s = start_s
+
+
+@contextmanager
+def local(bundle: str | Path, *, allow_trace: bool = False) -> Iterator[LocalModel]:
+    """Start an untrusted server and a trusted node on this machine, and connect to the node.
+
+    Args:
+        bundle: folder written by `partition`.
+        allow_trace: let the node return values inside the model.
+
+    Raises:
+        PlanError: the bundle is incomplete.
+        RemoteProtocolError: a process did not start.
+    """
+    folder = Path(bundle)
+    read_plan(folder)
+    started = time.perf_counter()
+    server = Role("server", ["serve", str(folder / "server")])
+    node: Role | None = None
+    try:
+        address = server.wait_ready()
+        trace = ["--allow-trace"] if allow_trace else []
+        node = Role("node", ["node", str(folder / "node"), "--server", address, *trace])
+        with LocalModel(node.wait_ready(), (server, node), 0.0) as model:
+            model.start_s = time.perf_counter() - started
+            yield model
+    finally:
+        for role in (node, server):
+            if role is not None:
+                role.stop()
+
+
+def peak_memory_bytes(pid: int) -> int | None:
+    """Return the sum of peak resident memory over a process and its children, None where the system does not tell."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return None
+    own = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
+    return own + sum(peak_memory_bytes(int(child)) or 0 for child in children)

@@ -1,0 +1,144 @@
+"""A model behind a trusted node."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heinfer.errors import InputError
+from heinfer.wire import (
+    Address,
+    Description,
+    Limits,
+    QueryHeader,
+    call_describe,
+    call_infer,
+    describe_tensors,
+    iterate_tensor_chunks,
+    open_channel,
+    parse_address,
+    read_result,
+)
+
+CONNECT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Outputs by name; statistics and values inside the model, where they were asked for."""
+
+    outputs: dict[str, NDArray[Any]]
+    statistics: dict[str, Any]
+    trace: dict[str, NDArray[Any]]
+
+
+class RemoteModel:
+    """A model that a node serves; a context manager, safe to use from several threads.
+
+    Attributes:
+        description: inputs, outputs and limits, as the node states them.
+    """
+
+    def __init__(self, address: Address | str, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._channel = open_channel(parse_address(address) if isinstance(address, str) else address, self._limits)
+        self._ids = itertools.count(1)
+        try:
+            self.description: Description = call_describe(self._channel, self._limits, timeout_s=CONNECT_S)
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def __enter__(self) -> Self:
+        """Return the model."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the connection."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+    def predict(self, x: NDArray[Any] | Mapping[str, NDArray[Any]]) -> Any:
+        """Return the model's answer for a batch.
+
+        Args:
+            x: samples first, then the model's input shape; or one such array an input, by name.
+        Returns:
+            An array, or a dict of arrays by name where the model has several outputs.
+
+        Raises:
+            InputError: shape, type or values don't fit.
+            QueryFailedError: the node or the server failed, or the data did inside the model.
+        """
+        outputs = self.query(x).outputs
+        return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+    def query(
+        self, x: NDArray[Any] | Mapping[str, NDArray[Any]], *, statistics: bool = False, trace_samples: int = 0
+    ) -> Answer:
+        """Return outputs, and on request what they cost and values inside the model.
+
+        Args:
+            x: as for `predict`.
+            statistics: ask for costs and bounds.
+            trace_samples: leading samples whose values around every block come back; the node must allow it.
+
+        Raises:
+            InputError: as for `predict`.
+            QueryFailedError: as for `predict`.
+        """
+        inputs = self.prepare(x)
+        header = QueryHeader(next(self._ids), describe_tensors(inputs), statistics, trace_samples)
+        events = itertools.chain([header], iterate_tensor_chunks(inputs, self._limits))
+        _, tensors, found = read_result(call_infer(self._channel, events, self._limits), self._limits)
+        outputs = {t.name: tensors[t.name] for t in self.description.outputs if t.name in tensors}
+        trace = {name: array for name, array in tensors.items() if name not in outputs}
+        return Answer(outputs, json.loads(found.json) if found is not None else {}, trace)
+
+    def prepare(self, x: NDArray[Any] | Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Name the inputs and check shapes and types before anything is sent.
+
+        Raises:
+            InputError: they don't fit.
+        """
+        specs = self.description.inputs
+        if not isinstance(x, Mapping):
+            if len(specs) != 1:
+                raise InputError(f"the model has inputs {[t.name for t in specs]}: pass a dict of arrays")
+            x = {specs[0].name: x}
+        inputs = {}
+        for spec in specs:
+            if spec.name not in x:
+                raise InputError(f"input {spec.name!r} is missing; found {sorted(x)}")
+            array = np.asarray(x[spec.name])
+            if array.ndim != len(spec.shape) or array.shape[1:] != spec.shape[1:]:
+                shown = ", ".join("samples" if d is None else str(d) for d in spec.shape)
+                raise InputError(f"input {spec.name!r}: expected shape ({shown}), found {array.shape}")
+            if array.dtype != spec.dtype:
+                if array.dtype.kind != "f" or np.dtype(spec.dtype).kind != "f":
+                    raise InputError(f"input {spec.name!r}: expected {spec.dtype}, found {array.dtype}; convert it")
+                array = array.astype(spec.dtype)
+            inputs[spec.name] = array
+        return inputs
+
+
+def connect(address: Address | str) -> RemoteModel:
+    """Connect to a node.
+
+    Args:
+        address: "host:port".
+
+    Raises:
+        RemoteProtocolError: nobody answers there.
+        TransportError: the address is not a loopback address.
+    """
+    return RemoteModel(address)

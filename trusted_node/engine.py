@@ -1,0 +1,211 @@
+"""One query from values to results: cut into groups of samples, each group through the plan's steps.
+
+    samples --> groups of at most N --> [node step --> upload of every block of a round]* --> results
+
+While one group waits for the server, others encrypt and decrypt. A failure that the data cause does not show outside:
+the group goes on with encrypted zeros to the end and only the client is told (design note, rule 5).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heinfer.errors import InputError
+from heinfer.plan import NodeBundle, Plan, RoundStep
+from heinfer.plan.execution import NodeStepError, PlanRunner, Tensors
+from heinfer.processes import core_count
+from heinfer.wire import BlockShape, Limits
+from trusted_node.link import ServerLink
+from trusted_node.seal import SealContext
+from trusted_node.statistics import QueryStatistics
+from trusted_node.uploads import Upload
+from trusted_node.workers import CryptoPool
+
+#: Groups of samples under way at once: one encrypts, one is at the server, one decrypts.
+GROUPS_IN_FLIGHT = 3
+
+
+class DataFailure(InputError):
+    """The data made a value that is not finite. The client is told; the server can't tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryResult:
+    """Outputs by name, statistics, and traced tensors by name where they were asked for."""
+
+    outputs: dict[str, NDArray[Any]]
+    statistics: QueryStatistics
+    trace: dict[str, NDArray[Any]]
+
+
+def block_shapes(plan: Plan) -> list[BlockShape]:
+    """Return what the wire must know of a plan's blocks."""
+    return [BlockShape(b.input_rows, b.output_rows, plan.ring.degree) for b in plan.blocks]
+
+
+def check_inputs(plan: Plan, inputs: Mapping[str, NDArray[Any]]) -> int:
+    """Check a query against the plan; return the number of samples.
+
+    Raises:
+        InputError: an input is missing, unknown, of another shape or type, or holds NaN or infinity.
+    """
+    expected = {t.name: t for t in plan.inputs}
+    if set(inputs) != set(expected):
+        raise InputError(f"expected inputs {sorted(expected)}, found {sorted(inputs)}")
+    samples = {len(x) if x.ndim else -1 for x in inputs.values()}
+    for name, x in inputs.items():
+        shape = ("samples", *expected[name].shape)
+        if x.ndim == 0 or x.shape[1:] != expected[name].shape:
+            raise InputError(f"input {name!r}: expected shape {shape}, found {x.shape}")
+        if x.dtype != expected[name].dtype:
+            raise InputError(f"input {name!r}: expected {expected[name].dtype}, found {x.dtype}; convert it")
+        if x.dtype.kind == "f" and not np.isfinite(x).all():
+            raise InputError(f"input {name!r} holds NaN or infinity; nothing was sent")
+    if len(samples) != 1 or samples == {0}:
+        raise InputError("expected at least one sample, and as many in every input")
+    return samples.pop()
+
+
+class Engine:
+    """Runs queries; safe to use from several threads.
+
+    Args:
+        bundle: the node's folder.
+        link: connection to the server.
+        pool: processes for encryption and decryption.
+        limits: sizes on the wire.
+    """
+
+    def __init__(self, bundle: NodeBundle, link: ServerLink, pool: CryptoPool, limits: Limits) -> None:
+        self.bundle = bundle
+        self.link = link
+        self.pool = pool
+        self.limits = limits
+        self.runner = PlanRunner(bundle.plan, bundle.submodels, core_count())
+        self._threads = ThreadPoolExecutor(GROUPS_IN_FLIGHT, thread_name_prefix="heinfer-group")
+
+    def close(self) -> None:
+        """Wait for what runs, then stop."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def infer(self, inputs: Mapping[str, NDArray[Any]], trace_samples: int = 0) -> QueryResult:
+        """Run a query.
+
+        Args:
+            inputs: one array a model input, shape (samples, *shape).
+            trace_samples: leading samples, at most N, whose values around every block are returned too.
+
+        Raises:
+            InputError: inputs don't fit, or hold NaN or infinity; nothing was sent.
+            DataFailure: a value inside the model is not finite.
+            RemoteProtocolError: the server failed.
+        """
+        plan = self.bundle.plan
+        samples, degree = check_inputs(plan, inputs), plan.ring.degree
+        statistics = QueryStatistics.empty(len(plan.blocks), plan.rounds)
+        trace: dict[str, NDArray[Any]] = {}
+        groups: list[Future[dict[str, NDArray[Any]]]] = []
+        for start in range(0, samples, degree):
+            part = {name: x[start : start + degree] for name, x in inputs.items()}
+            group = _Group(self, statistics, trace, trace_samples if start == 0 else 0)
+            groups.append(self._threads.submit(group.run, part))
+        try:
+            results = [group.result() for group in groups]
+        finally:
+            for future in groups:
+                future.cancel()
+        names = [t.name for t in plan.outputs]
+        return QueryResult({n: np.concatenate([r[n] for r in results]) for n in names}, statistics, trace)
+
+
+class _Group:
+    """One group of samples on its way through the plan."""
+
+    def __init__(
+        self, engine: Engine, statistics: QueryStatistics, trace: dict[str, NDArray[Any]], traced: int
+    ) -> None:
+        self._engine = engine
+        self._plan = engine.bundle.plan
+        self._statistics = statistics
+        self._trace = trace
+        self._traced = traced
+        self._failure: DataFailure | None = None
+        self._away_s = 0.0
+
+    def run(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
+        """Run all steps; raise what the data caused only when the server has seen all rounds."""
+        started = time.perf_counter()
+        samples = len(next(iter(inputs.values())))
+        try:
+            outputs = self._engine.runner.run(inputs, self._round)
+        except NodeStepError as error:
+            self._fail(f"the model's own operators failed on these data: {error}")
+            self._finish_with_zeros(error.position, samples)
+            outputs = {}
+        self._statistics.add_group(time.perf_counter() - started - self._away_s)
+        for name, values in outputs.items():
+            if values.dtype.kind == "f" and not np.isfinite(values).all():
+                self._fail(f"output {name!r} holds NaN or infinity")
+        if self._failure is not None:
+            raise self._failure
+        return outputs
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or DataFailure(reason)
+
+    def _finish_with_zeros(self, position: int, samples: int) -> None:
+        """Run the rounds after a step on zeros, so that the server sees what it always sees."""
+        for step in self._plan.steps[position + 1 :]:
+            if isinstance(step, RoundStep):
+                specs = [t for b in step.blocks for t in self._plan.blocks[b].inputs]
+                self._round(step, {t.name: np.zeros((samples, *t.shape), np.float32) for t in specs})
+
+    def _round(self, step: RoundStep, tensors: Tensors) -> dict[str, NDArray[Any]]:
+        """Send all blocks of a round, then receive them."""
+        made: dict[str, NDArray[Any]] = {}
+        engine, uploads = self._engine, []
+        with engine.link.session() as session:
+            try:
+                for index in step.blocks:
+                    upload = Upload(
+                        engine.bundle, index, session, engine.pool, self._statistics, engine.limits
+                    )
+                    uploads.append((index, upload))
+                    values = [self._finite(tensors[t.name], t.name) for t in self._plan.blocks[index].inputs]
+                    upload.send(values)
+                    self._record(index, "input", values)
+                for index, upload in uploads:
+                    result = upload.receive(self._traced)
+                    self._record(index, "output", result.outputs)
+                    self._record(index, "bound", result.bounds)
+                    specs = self._plan.blocks[index].outputs
+                    made.update({t.name: y for t, y in zip(specs, result.outputs, strict=True)})
+                    self._away_s += upload.waited_s
+            finally:
+                for _, upload in uploads:
+                    upload.wipe()
+        return made
+
+    def _finite(self, values: NDArray[Any], name: str) -> NDArray[np.float32]:
+        """Return the values, with zeros for every sample that holds something not finite."""
+        flat = values.reshape(len(values), -1)
+        bad = ~np.isfinite(flat).all(axis=1)
+        if not bad.any():
+            return values
+        self._fail(f"tensor {name!r} holds NaN or infinity for sample {int(np.argmax(bad))} of its group")
+        clean = values.copy()
+        clean[bad] = 0
+        return clean
+
+    def _record(self, block: int, kind: str, arrays: list[NDArray[Any]]) -> None:
+        if self._traced:
+            for position, array in enumerate(arrays):
+                name = f"trace/{block}/{kind}/{position}"
+                self._trace[name] = array[: self._traced].astype(np.float32)

@@ -1,0 +1,193 @@
+"""The one place that imports TenSEAL: keys, encryption and decryption as arrays of residues.
+
+    x_int --(add to an encryption of zero)--> (b, a) --> server --> (W b, W a) --(decrypt)--> W x_int + W e
+
+SEAL draws everything that is random, from the operating system. A message is added to the b-part of a symmetric
+encryption of zero, which is what encrypting it means: b = x + e - a s. So integers reach the coefficients exactly, with no
+encoder on the way and no limit on their size but q/2. Symmetric encryption is used throughout, since the error bound
+counts on its small noise. SEAL has no interface for bytes: ciphertexts pass through a file in memory.
+Source: SEAL 4 manual; the saved form is described in the design note "Encrypted linear algebra", TenSEAL facts.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from functools import lru_cache
+
+import numpy as np
+import tenseal.sealapi as sealapi
+import zstandard
+from numpy.typing import NDArray
+
+from heinfer.errors import CiphertextError, ParameterError
+from heinfer.ring import RingParameters
+
+_HEADER = struct.Struct("<HBBBBHQ")
+_MAGIC, _HEADER_BYTES, _VERSION = 0xA15E, 16, (4, 3)
+_PLAIN, _ZSTD = 0, 2
+#: parms_id, is_ntt, size, N, primes, scale, correction factor, then the nested header and the count of residues.
+_FIELDS_BYTES = 4 * 8 + 1 + 3 * 8 + 8 + 8 + _HEADER_BYTES + 8
+
+
+class _MemoryFile:
+    """A file in memory, for SEAL's save and load by path."""
+
+    def __init__(self) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise ParameterError("this system has no files in memory (memfd_create, Linux): keys would reach the disk")
+        self._descriptor = os.memfd_create("heinfer", os.MFD_CLOEXEC)
+        self.path = f"/proc/self/fd/{self._descriptor}"
+
+    def read(self) -> bytes:
+        """Return the content."""
+        return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+
+    def write(self, content: bytes) -> None:
+        """Replace the content."""
+        os.ftruncate(self._descriptor, len(content))
+        os.pwrite(self._descriptor, content, 0)
+
+    def clear(self) -> None:
+        """Drop the content."""
+        os.ftruncate(self._descriptor, 0)
+
+
+class SealContext:
+    """SEAL set up for one ring, and the bookkeeping to pass arrays in and out. Use from one thread.
+
+    Args:
+        parameters: ring; SEAL checks them against its own table as well.
+
+    Raises:
+        ParameterError: SEAL refuses the parameters.
+    """
+
+    def __init__(self, parameters: RingParameters) -> None:
+        self.parameters = parameters
+        literal = sealapi.EncryptionParameters(sealapi.SCHEME_TYPE.CKKS)
+        literal.set_poly_modulus_degree(parameters.degree)
+        literal.set_coeff_modulus([sealapi.Modulus(parameters.modulus)])
+        self._context = sealapi.SEALContext(literal, True, sealapi.SEC_LEVEL_TYPE.TC128)
+        if not self._context.parameters_set():
+            raise ParameterError(f"SEAL refuses the ring: {self._context.parameters_error_message()}")
+        self._evaluator = sealapi.Evaluator(self._context)
+        self._encoder = sealapi.CKKSEncoder(self._context)
+        self._file = _MemoryFile()
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._fields = self._template()
+
+    def generate_secret(self) -> bytearray:
+        """Return a fresh ternary secret key in SEAL's saved form."""
+        key = sealapi.KeyGenerator(self._context).secret_key()
+        key.save(self._file.path)
+        secret = bytearray(self._file.read())
+        self._file.clear()
+        return secret
+
+    def open(self, secret: bytes | bytearray) -> SecretContext:
+        """Return a context that encrypts and decrypts under a secret made by `generate_secret`."""
+        return SecretContext(self, self._load_secret(secret))
+
+    def _load_secret(self, secret: bytes | bytearray) -> object:
+        self._file.write(bytes(secret))
+        key = sealapi.SecretKey()
+        key.load(self._context, self._file.path)
+        self._file.clear()
+        return key
+
+    def _template(self) -> bytes:
+        """Return the fields that precede the residues of any ciphertext of two polynomials in coefficient form."""
+        throwaway = sealapi.Encryptor(self._context, sealapi.KeyGenerator(self._context).secret_key())
+        cipher = sealapi.Ciphertext()
+        throwaway.encrypt_zero_symmetric(cipher)
+        self._evaluator.transform_from_ntt_inplace(cipher)
+        return self._body(cipher)[:_FIELDS_BYTES]
+
+    def _body(self, cipher: object) -> bytes:
+        """Return SEAL's saved form without its header, uncompressed."""
+        cipher.save(self._file.path)  # type: ignore[attr-defined]
+        saved = self._file.read()
+        magic, size, *_, compression, _reserved, _total = _HEADER.unpack_from(saved)
+        if magic != _MAGIC or size != _HEADER_BYTES or compression not in (_PLAIN, _ZSTD):
+            raise CiphertextError(f"SEAL's saved form is not the expected one: header {saved[:_HEADER_BYTES].hex()}")
+        if compression == _PLAIN:
+            return saved[_HEADER_BYTES:]
+        return self._decompressor.decompressobj().decompress(saved[_HEADER_BYTES:])
+
+
+class SecretContext:
+    """Encrypts and decrypts under one secret key."""
+
+    def __init__(self, seal: SealContext, key: object) -> None:
+        self._seal = seal
+        self._encryptor = sealapi.Encryptor(seal._context, key)
+        self._decryptor = sealapi.Decryptor(seal._context, key)
+
+    def encrypt_zeros(self, count: int) -> NDArray[np.int64]:
+        """Return encryptions of zero: residues (count, 2, N), b then a, coefficient form."""
+        degree = self._seal.parameters.degree
+        residues = np.empty((count, 2, degree), np.int64)
+        cipher = sealapi.Ciphertext()
+        for i in range(count):
+            self._encryptor.encrypt_zero_symmetric(cipher)
+            self._seal._evaluator.transform_from_ntt_inplace(cipher)
+            body = self._seal._body(cipher)
+            residues[i] = np.frombuffer(body, "<u8", offset=_FIELDS_BYTES).reshape(2, degree)
+        return residues
+
+    def encrypt(self, integers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Encrypt integers in the leading coefficients.
+
+        Args:
+            integers: |x| < q/2, shape (count, samples), samples <= N.
+        Returns:
+            Residues (count, 2, N), b then a.
+        """
+        residues = self.encrypt_zeros(len(integers))
+        head = residues[:, 0, : integers.shape[1]]
+        np.remainder(head + integers, self._seal.parameters.modulus, out=head)
+        return residues
+
+    def decrypt(self, residues: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Decrypt.
+
+        Args:
+            residues: int64 in [0, q), shape (count, 2, N), b then a, coefficient form.
+        Returns:
+            Centred coefficients as float64, shape (count, N); rounding of SEAL's decoder, about 1, is far below the noise.
+        """
+        seal = self._seal
+        degree, modulus = seal.parameters.degree, seal.parameters.modulus
+        bins = _slot_bins(degree)
+        spectrum = np.zeros((len(residues), degree), np.complex128)
+        transparent = ~residues[:, 1].any(axis=1)
+        cipher, plain = sealapi.Ciphertext(seal._context), sealapi.Plaintext()
+        header = _HEADER.pack(
+            _MAGIC, _HEADER_BYTES, *_VERSION, _PLAIN, 0, _HEADER_BYTES + len(seal._fields) + 16 * degree
+        )
+        for i, pair in enumerate(residues):
+            if transparent[i]:
+                continue  # SEAL refuses a = 0, the answer of a zero row; the message is b itself
+            seal._file.write(header + seal._fields + pair.astype("<u8").tobytes())
+            cipher.load(seal._context, seal._file.path)
+            seal._evaluator.transform_to_ntt_inplace(cipher)
+            self._decryptor.decrypt(cipher, plain)
+            slots = np.array(seal._encoder.decode_complex(plain))
+            spectrum[i, bins[0]], spectrum[i, bins[1]] = slots, slots.conj()
+        coefficients = (np.fft.fft(spectrum, axis=1) / degree * _twist(degree).conj()).real
+        b = residues[transparent, 0]
+        coefficients[transparent] = np.where(b > modulus // 2, b - modulus, b)
+        return coefficients
+
+
+@lru_cache
+def _slot_bins(degree: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Bins of the transform that hold the slots and their conjugates: slot j is m at zeta**(3**j), zeta = exp(i pi / N)."""
+    exponents = np.array([pow(3, j, 2 * degree) for j in range(degree // 2)])
+    return (exponents - 1) // 2, (2 * degree - exponents - 1) // 2
+
+
+@lru_cache
+def _twist(degree: int) -> NDArray[np.complex128]:
+    return np.exp(1j * np.pi * np.arange(degree) / degree)

@@ -1,0 +1,92 @@
+"""The node's gRPC service towards its clients, who are in the same domain of trust."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from heinfer.errors import InputError
+from heinfer.plan import Plan
+from heinfer.wire import (
+    Address,
+    Description,
+    Limits,
+    QueryEvent,
+    ResultEvent,
+    ResultHeader,
+    Statistics,
+    TensorSpec,
+    add_node,
+    bind,
+    describe_tensors,
+    iterate_tensor_chunks,
+    make_server,
+    read_query,
+)
+from trusted_node.engine import Engine
+
+logger = logging.getLogger(__name__)
+#: Queries that are read, run or answered at once.
+WORKERS = 16
+#: Samples of one query: bounds what a query makes the node hold.
+MAX_SAMPLES = 65_536
+
+
+class NodeService:
+    """Serves queries until stopped.
+
+    Args:
+        engine: runs them.
+        address: where to listen.
+        limits: sizes and times.
+        allow_trace: whether clients may ask for values inside the model, for reports.
+
+    Raises:
+        TransportError: the port is in use.
+    """
+
+    def __init__(self, engine: Engine, address: Address, limits: Limits, allow_trace: bool) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._allow_trace = allow_trace
+        self._server: Any = make_server(limits, WORKERS)
+        add_node(self._server, self._describe, self._infer, limits)
+        self.address = bind(self._server, address)
+        self._server.start()
+
+    def wait(self) -> None:
+        """Block until the service stops."""
+        self._server.wait_for_termination()
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """Refuse new queries, let running ones end within the grace, then stop."""
+        self._server.stop(grace_s).wait()
+
+    def _describe(self) -> Description:
+        bundle = self._engine.bundle
+        inputs, outputs = _specs(bundle.plan)
+        return Description(bundle.plan_hash, inputs, outputs, MAX_SAMPLES)
+
+    def _infer(self, events: Iterator[QueryEvent]) -> Iterator[ResultEvent]:
+        header, inputs = read_query(events, self._limits)
+        samples = max((len(x) for x in inputs.values() if x.ndim), default=0)
+        if samples > MAX_SAMPLES:
+            raise InputError(f"a query may have {MAX_SAMPLES} samples, found {samples}; send several queries")
+        if header.trace_samples and not self._allow_trace:
+            raise InputError("this node does not return values inside the model; start it with --allow-trace")
+        started = time.perf_counter()
+        result = self._engine.infer(inputs, header.trace_samples)
+        logger.info("query: %d samples in %.1f ms", samples, 1e3 * (time.perf_counter() - started))
+        tensors = {**result.outputs, **result.trace}
+        yield ResultHeader(header.request_id, describe_tensors(tensors))
+        yield from iterate_tensor_chunks(tensors, self._limits)
+        if header.want_statistics:
+            yield Statistics(result.statistics.to_json())
+
+
+def _specs(plan: Plan) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    inputs = tuple(TensorSpec(t.name, t.dtype, (None, *t.shape)) for t in plan.inputs)
+    outputs = tuple(TensorSpec(t.name, t.dtype, (None, *t.shape)) for t in plan.outputs)
+    return inputs, outputs

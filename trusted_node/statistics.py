@@ -1,0 +1,84 @@
+"""What a query cost and how good it was, for the client alone: bounds and scales must not reach logs or metrics."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass(slots=True)
+class BlockCost:
+    """Totals over all groups of samples that a query was cut into.
+
+    Attributes:
+        encrypt_s: seconds of encryption, summed over processes.
+        decrypt_s: seconds of decryption, summed over processes.
+        server_s: seconds that the server says it computed.
+        wire_s: seconds from the last row sent to the answer's announcement, the server's computation aside.
+        ciphertexts_up: sent.
+        ciphertexts_down: received.
+        bytes_up: payload sent.
+        bytes_down: payload received.
+    """
+
+    encrypt_s: float = 0.0
+    decrypt_s: float = 0.0
+    server_s: float = 0.0
+    wire_s: float = 0.0
+    ciphertexts_up: int = 0
+    ciphertexts_down: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+@dataclass(slots=True)
+class QueryStatistics:
+    """Statistics of one query; safe to use from several threads through `add`.
+
+    Attributes:
+        blocks: costs by block.
+        rounds: round trips, groups of samples aside.
+        groups: groups of samples that the query was cut into.
+        node_s: seconds of the node's own operators, scaling and rounding.
+        error_bound: largest bound of an output of a last block.
+        rounding_step: largest step that results were rounded to.
+    """
+
+    blocks: list[BlockCost]
+    rounds: int
+    groups: int = 0
+    node_s: float = 0.0
+    error_bound: float = 0.0
+    rounding_step: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @classmethod
+    def empty(cls, blocks: int, rounds: int) -> QueryStatistics:
+        """Return zeros."""
+        return cls([BlockCost() for _ in range(blocks)], rounds)
+
+    def add(self, block: int, **amounts: float) -> None:
+        """Add to a block's costs."""
+        with self._lock:
+            cost = self.blocks[block]
+            for name, amount in amounts.items():
+                setattr(cost, name, getattr(cost, name) + amount)
+
+    def add_group(self, node_s: float) -> None:
+        """Count a finished group of samples."""
+        with self._lock:
+            self.groups += 1
+            self.node_s += node_s
+
+    def raise_bounds(self, bound: float, step: float) -> None:
+        """Take the bound and the rounding step of results into account."""
+        with self._lock:
+            self.error_bound = max(self.error_bound, bound)
+            self.rounding_step = max(self.rounding_step, step)
+
+    def to_json(self) -> bytes:
+        """Return the statistics as JSON."""
+        names = ("rounds", "groups", "node_s", "error_bound", "rounding_step")
+        content = {name: getattr(self, name) for name in names}
+        return json.dumps({**content, "blocks": [asdict(block) for block in self.blocks]}).encode()

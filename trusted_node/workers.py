@@ -1,0 +1,145 @@
+"""Encryption and decryption on all cores.
+
+SEAL's binding holds Python's lock, so that threads don't help: a pool of processes does, started by spawn. They are part
+of the trusted node; what passes between them and the node (values, scales, a secret for the time of one upload) passes
+through private pipes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heinfer.processes import core_count
+from heinfer.ring import RingParameters, pack, packed_bytes, unpack
+from trusted_node.seal import SealContext
+
+
+@dataclass(frozen=True, slots=True)
+class Encrypted:
+    """Packed rows, b then a, and the seconds that they took."""
+
+    rows: bytes
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decrypted:
+    """Values, shape (rows, samples), and the seconds that they took."""
+
+    values: NDArray[np.float32]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowTerms:
+    """What turns decrypted integers into values: y = integer / (s_x * scale) + bias; both of shape (rows,)."""
+
+    scale: NDArray[np.float64]
+    bias: NDArray[np.float64]
+
+
+class CryptoPool:
+    """Processes that encrypt and decrypt; a context manager.
+
+    Args:
+        parameters: ring.
+        workers: processes; the cores of this process where None.
+    """
+
+    def __init__(self, parameters: RingParameters, workers: int | None = None) -> None:
+        count = workers or core_count()
+        self._seal = SealContext(parameters)
+        self._lock = threading.Lock()
+        self._executor = ProcessPoolExecutor(
+            count, mp_context=get_context("spawn"), initializer=_prepare, initargs=(parameters,)
+        )
+        for future in [self._executor.submit(_warm_up) for _ in range(count)]:
+            future.result()
+
+    def __enter__(self) -> CryptoPool:
+        """Return the pool."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the processes."""
+        self.close()
+
+    def close(self) -> None:
+        """Stop the processes; work that has not started is dropped."""
+        self._executor.shutdown(cancel_futures=True)
+
+    def generate_secret(self) -> bytearray:
+        """Return a fresh secret for one upload, to be overwritten after it."""
+        with self._lock:
+            return self._seal.generate_secret()
+
+    def encrypt(self, secret: bytes, values: NDArray[np.float32], scale: NDArray[np.float64]) -> Future[Encrypted]:
+        """Scale, round and encrypt.
+
+        Args:
+            secret: from `generate_secret`.
+            values: shape (rows, samples), samples <= N.
+            scale: s_x of every sample, shape (samples,).
+        """
+        return self._executor.submit(_encrypt, secret, values, scale)
+
+    def decrypt(
+        self, secret: bytes, rows: bytes, samples: int, scale: NDArray[np.float64], terms: RowTerms
+    ) -> Future[Decrypted]:
+        """Check, decrypt and scale back.
+
+        Args:
+            secret: the one of the upload.
+            rows: packed rows as they arrived.
+            samples: coefficients of b that carry values.
+            scale: s_x of every sample, shape (samples,).
+            terms: scale and bias of every row.
+        """
+        return self._executor.submit(_decrypt, secret, rows, samples, scale, terms)
+
+
+_seal: list[SealContext] = []
+
+
+def _prepare(parameters: RingParameters) -> None:
+    _seal.append(SealContext(parameters))
+
+
+def _warm_up() -> None:
+    """Compile and load everything that a first task would wait for."""
+    seal = _seal[0]
+    secret = bytes(seal.generate_secret())
+    scale = np.ones(1)
+    sent = _encrypt(secret, np.ones((1, 1), np.float32), scale)
+    _decrypt(secret, sent.rows, 1, scale, RowTerms(scale, 0 * scale))
+
+
+def _encrypt(secret: bytes, values: NDArray[np.float32], scale: NDArray[np.float64]) -> Encrypted:
+    started = time.perf_counter()
+    samples = values.shape[1]
+    integers = np.rint(values * scale).astype(np.int64)
+    residues = _seal[0].open(secret).encrypt(integers)
+    packed = np.concatenate([pack(residues[:, 0, :samples]), pack(residues[:, 1])], axis=1)
+    return Encrypted(packed.tobytes(), time.perf_counter() - started)
+
+
+def _decrypt(
+    secret: bytes, rows: bytes, samples: int, scale: NDArray[np.float64], terms: RowTerms
+) -> Decrypted:
+    started = time.perf_counter()
+    parameters = _seal[0].parameters
+    head = packed_bytes(samples)
+    packed = np.frombuffer(rows, np.uint8).reshape(len(terms.scale), head + packed_bytes(parameters.degree))
+    residues = np.zeros((len(packed), 2, parameters.degree), np.int64)
+    residues[:, 0, :samples] = unpack(packed[:, :head], samples, parameters.modulus)
+    residues[:, 1] = unpack(packed[:, head:], parameters.degree, parameters.modulus)
+    integers = _seal[0].open(secret).decrypt(residues)[:, :samples]
+    values = integers / (scale * terms.scale[:, None]) + terms.bias[:, None]
+    return Decrypted(values.astype(np.float32), time.perf_counter() - started)
