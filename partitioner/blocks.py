@@ -1,7 +1,7 @@
 """Turn a group of server operators into a block: program, integer weights, biases, norms.
 
-    requires  the groups of `partitioner.grouping`
-    ensures   one `BuiltBlock` a group; its constant part block(0) is the node's bias
+requires  the groups of `partitioner.grouping`
+ensures   one `BuiltBlock` a group; its constant part block(0) is the node's bias
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from heinfer.operators import Program, ScaleConflict, evaluate_plain
+from heinfer.operators import Program, ScaleConflictError, evaluate_plain
 from heinfer.plan import Block, OutputTerms, TensorSpec
 from heinfer.ring import RingParameters, input_scale
 from partitioner.grouping import Group
@@ -77,7 +77,7 @@ def build_block(
     full = Program(tuple(builder.inputs), tuple(builder.steps), tuple(numbers[v] for v in outputs))
     try:
         quantised = quantise_program(full, builder.arrays)
-    except ScaleConflict as conflict:
+    except ScaleConflictError as conflict:
         raise MoveToNode(made_by[conflict.step]) from conflict
     biases = evaluate_plain(full, builder.arrays, [np.zeros((1, *shape)) for shape in builder.inputs])
     room = float(input_scale(np.ones(1), quantised.row_sum, parameters)[0])

@@ -1,7 +1,7 @@
 """Which operators may run where.
 
-    requires  a simplified model and the shapes of its values
-    ensures   a `Lowered` for every node, or one error that lists every node that can't be placed
+requires  a simplified model and the shapes of its values
+ensures   a `Lowered` for every node, or one error that lists every node that can't be placed
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write a bundle: plan, one folder for each party, the reference.
 
-    requires  groups and built blocks
-    ensures   a bundle that `heinfer.plan` loads, written as a whole or not at all
+requires  groups and built blocks
+ensures   a bundle that `heinfer.plan` loads, written as a whole or not at all
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ def _cut_submodel(
     read = {v: None for n in group.nodes for v in n.inputs if v is not None and v not in made}
     inputs = [str(v.name) for v in read if v.const_value is None]
     constants = {str(v.name) for v in read if v.const_value is not None}
-    outputs = [str(v.name) for v in made_in_order(group) if v.is_graph_output() or any(u.node not in inside for u in v.uses())]
+    outputs = [
+        str(v.name) for v in made_in_order(group) if v.is_graph_output() or any(u.node not in inside for u in v.uses())
+    ]
     names = {n.name for n in group.nodes}
     graph = onnx.helper.make_graph(
         [n for n in proto.graph.node if n.name in names],

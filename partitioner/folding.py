@@ -99,7 +99,7 @@ def _row_factors(producer: ir.Node, factor: NDArray[np.float64]) -> NDArray[np.f
 def _outputs(producer: ir.Node) -> int:
     weights = constant(producer.inputs[1])
     assert weights is not None  # the callers have checked
-    first = producer.op_type == "Conv" or producer.attributes.get_int("transB", 0)
+    first = producer.op_type == "Conv" or producer.attributes.get_int("transB")
     return int(weights.shape[0 if first else -1])
 
 
@@ -107,7 +107,7 @@ def _scale_rows(model: ir.Model, node: ir.Node, rows: NDArray[np.float64]) -> No
     """Multiply the output rows of a weighted operator, its bias included."""
     weights, bias = constant(node.inputs[1]), constant(node.inputs[2]) if len(node.inputs) > 2 else None
     assert weights is not None  # the callers have checked
-    first = node.op_type == "Conv" or node.attributes.get_int("transB", 0)
+    first = node.op_type == "Conv" or node.attributes.get_int("transB")
     shaped = rows.reshape(-1, *([1] * (weights.ndim - 1))) if first else rows
     _replace(model, node, 1, weights * shaped)
     if bias is not None:
@@ -131,7 +131,7 @@ def _untranspose_gemm(model: ir.Model) -> None:
         if node.op_type != "Gemm":
             continue
         left, right = constant(node.inputs[0]), constant(node.inputs[1])
-        if right is not None and left is None and node.attributes.get_int("transA", 0):
+        if right is not None and left is None and node.attributes.get_int("transA"):
             turned = _transpose(node, node.inputs[0])
             node.replace_input_with(0, turned)
             node.attributes["transA"] = ir.AttrInt64("transA", 0)
@@ -143,9 +143,9 @@ def _swap_gemm(model: ir.Model, node: ir.Node, weights: NDArray[Any]) -> None:
     bias = constant(node.inputs[2]) if len(node.inputs) > 2 else None
     if len(node.inputs) > 2 and node.inputs[2] is not None and bias is None:
         return  # refused later, with its reason
-    transposed_b = node.attributes.get_int("transB", 0)
+    transposed_b = node.attributes.get_int("transB")
     activation = node.inputs[1] if transposed_b else _transpose(node, node.inputs[1])
-    matrix = weights if not node.attributes.get_int("transA", 0) else weights.T
+    matrix = weights if not node.attributes.get_int("transA") else weights.T
     operands = [activation, _initialiser(model, f"{node.name}.swapped", np.ascontiguousarray(matrix))]
     if bias is not None:
         turned = np.ascontiguousarray(np.atleast_2d(bias).T)

@@ -6,8 +6,9 @@ map is right by construction, whatever the attributes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -58,7 +59,8 @@ def lower_sum(node: ir.Node, context: Context) -> Lowered:
     target = context.shape(node.outputs[0])
     if target is None or any(context.shape(v) is None for v in sources):
         return ON_NODE
-    signs = (1, -1) if node.op_type == "Sub" else (1,) * len(sources)
+    last: Literal[-1, 1] = -1 if node.op_type == "Sub" else 1
+    signs = tuple(last if position else 1 for position in range(len(sources)))
 
     def emit(builder: Builder, values: Sequence[int]) -> int:
         expanded = tuple(expand(builder, v, target) for v in values)
@@ -93,7 +95,8 @@ def _index_map(
     node: ir.Node, moved: Sequence[ir.Value], shapes: Sequence[Shape], target: Shape
 ) -> NDArray[np.int32] | None:
     """Run the operator on element numbers, two samples at once; None if it mixes samples."""
-    offset, feeds, total = 1, {}, sum(map(prod, shapes))
+    offset, total = 1, sum(map(prod, shapes))
+    feeds: dict[str, NDArray[np.int64]] = {}
     for value, shape in zip(moved, shapes, strict=True):
         numbers = np.arange(offset, offset + prod(shape)).reshape(1, *shape)
         feeds[str(value.name)] = np.concatenate([numbers, numbers + total]).astype(np.int64)
@@ -104,7 +107,7 @@ def _index_map(
     first, second = result[0].ravel(), result[1].ravel()
     if first.max(initial=0) > total or not np.array_equal(second, np.where(first > 0, first + total, 0)):
         return None
-    return (first - 1).astype(np.int32)
+    return np.asarray(first - 1, np.int32)
 
 
 def _measured_counts(node: ir.Node, source: Shape, target: Shape) -> NDArray[np.float64] | None:
@@ -119,11 +122,15 @@ def _measured_counts(node: ir.Node, source: Shape, target: Shape) -> NDArray[np.
     return np.broadcast_to(np.rint(inside / mean.astype(np.float64))[0], target).copy()
 
 
-def _run(node: ir.Node, feeds: dict[str, NDArray[np.int64] | NDArray[np.float32]], zero_fill: bool = False) -> NDArray[np.float64]:
+def _run(node: ir.Node, feeds: Mapping[str, NDArray[Any]], zero_fill: bool = False) -> NDArray[np.float64]:
     """Run one node under onnxruntime on the given inputs, its other inputs being its constants."""
-    inputs = [ir.Value(name=n, type=ir.TensorType(ir.DataType.from_numpy(a.dtype)), shape=ir.Shape(a.shape)) for n, a in feeds.items()]
+    inputs = [
+        ir.Value(name=n, type=ir.TensorType(ir.DataType.from_numpy(a.dtype)), shape=ir.Shape(a.shape))
+        for n, a in feeds.items()
+    ]
     by_name = {v.name: v for v in inputs}
-    initialisers, operands = [], []
+    initialisers: list[ir.Value] = []
+    operands: list[ir.Value | None] = []
     for position, value in enumerate(node.inputs):
         if value is None:
             operands.append(None)

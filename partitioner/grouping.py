@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 import onnx_ir as ir
@@ -66,7 +67,7 @@ def _components(
     model: ir.Model, lowered: Mapping[ir.Node, Lowered], sides: Mapping[ir.Node, Side]
 ) -> dict[ir.Node, int]:
     """Number the connected server operators; every node operator is alone."""
-    graph: nx.Graph = nx.Graph()
+    graph: nx.Graph[Any] = nx.Graph()
     graph.add_nodes_from(model.graph)
     for node in model.graph:
         for producer in _encrypted_producers(node, lowered, sides):
@@ -92,12 +93,14 @@ def _rounds(
 ) -> dict[int, int]:
     """Return for every component how many rounds must have ended before it."""
     on_server = {owner[node] for node, side in sides.items() if side.on_server}
-    graph: nx.DiGraph = nx.DiGraph()
+    graph: nx.DiGraph[Any] = nx.DiGraph()
     graph.add_nodes_from(owner.values())
     for node in order:
         for value in node.inputs:
             producer = None if value is None else value.producer()
-            if producer is not None and (owner[producer] != owner[node] or _decrypted_between(sides[producer], sides[node])):
+            if producer is not None and (
+                owner[producer] != owner[node] or _decrypted_between(sides[producer], sides[node])
+            ):
                 graph.add_edge(owner[producer], owner[node])
     for cycle in nx.strongly_connected_components(graph):
         first = next(iter(cycle))
@@ -123,7 +126,7 @@ def _share_uploads(
     lowered: Mapping[ir.Node, Lowered],
 ) -> dict[int, int]:
     """Join blocks of one round that read the same value; return the joint number of every component."""
-    graph: nx.Graph = nx.Graph()
+    graph: nx.Graph[Any] = nx.Graph()
     graph.add_nodes_from(rounds)
     first_reader: dict[tuple[int, int], int] = {}
     for node, side in sides.items():

@@ -125,7 +125,9 @@ def _batch_is_fixed(proto: onnx.ModelProto) -> bool:
             continue
         if dims[0].HasField("dim_value") and dims[0].dim_value != 1:
             offences.append(
-                Offence(value.name, "input", f"batch size fixed at {dims[0].dim_value}; export with 1 or a symbolic axis")
+                Offence(
+                    value.name, "input", f"batch size fixed at {dims[0].dim_value}; export with 1 or a symbolic axis"
+                )
             )
         dynamic = [i for i, d in enumerate(dims) if i and not (d.HasField("dim_value") and d.dim_value > 0)]
         if dynamic:
@@ -176,12 +178,12 @@ def _make_symbolic(model: ir.Model) -> None:
 
 
 def _free_reshapes(model: ir.Model) -> None:
-    """Let constants that a batch of one has left in Reshape copy the batch axis instead; the result is verified later."""
+    """Let constants that a batch of one has left in Reshape copy the batch axis; the result is verified later."""
     for node in model.graph:
         if node.op_type != "Reshape" or node.inputs[1] is None or node.inputs[1].const_value is None:
             continue
         target = node.inputs[1].const_value.numpy().copy()
-        allow_zero = node.attributes.get_int("allowzero", 0)
+        allow_zero = node.attributes.get_int("allowzero")
         if len(target) and target[0] == 1 and not allow_zero:
             target[0] = 0
             name = f"{node.name}.shape"

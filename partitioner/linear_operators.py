@@ -96,9 +96,9 @@ def lower_gemm(node: ir.Node, context: Context) -> Lowered:
     source, target = context.shape(node.inputs[0]), context.shape(node.outputs[0])
     if weights is None:
         return ON_NODE
-    if source is None or target is None or len(source) != 1 or node.attributes.get_int("transA", 0):
+    if source is None or target is None or len(source) != 1 or node.attributes.get_int("transA"):
         return context.refuse(node, NOT_LEADING)
-    matrix = weights.T if node.attributes.get_int("transB", 0) else weights
+    matrix = weights.T if node.attributes.get_int("transB") else weights
     matrix = node.attributes.get_float("alpha", 1.0) * matrix.astype(np.float64)
     added = node.inputs[2] if len(node.inputs) > 2 else None
     bias = constant(added)

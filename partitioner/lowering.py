@@ -76,7 +76,7 @@ class Lowered:
     Attributes:
         placement: where it may run.
         sources: the values that it reads under encryption, in the order that `emit` expects; empty for NODE.
-        emit: appends the node's steps to a builder, given the numbers of the source values; returns the result's number.
+        emit: appends the node's steps to a builder, given the numbers of the source values; returns the result's.
         joins: whether it adds values, so that they need one scale.
     """
 

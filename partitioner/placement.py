@@ -5,8 +5,8 @@
               from a server operator in front of weights back to the node
 
 A value flows through three places in this order: after the weights of one block (still encrypted), on the node, in
-front of the weights of the next block (encrypted again). A weighted operator reads in the third and writes in the first;
-a free operator sits in one of the three. So each operator has two binary variables, "at or after the node" and "in
+front of the weights of the next block (encrypted again). A weighted operator reads in the third and writes in the
+first; a free operator sits in one of the three. So each operator has two binary variables, "at or after the node" and "in
 front of weights", and each value costs its size when it crosses from 0 to 1 of the first (download) or of the second
 (upload), once however many read it. That is a minimum cut: 0 is the source's side, an edge u -> v costs its capacity
 where u is 0 and v is 1, and an edge without capacity forbids that.
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from math import prod
+from typing import Any
 
 import networkx as nx
 import onnx_ir as ir
@@ -59,7 +60,7 @@ def place(
         on_node: nodes that later passes have found to belong on the node.
     """
     index = {node: i for i, node in enumerate(model.graph)}
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[Any] = nx.DiGraph()
     graph.add_nodes_from((_SOURCE, _SINK))
     for node in model.graph:
         kind = Placement.NODE if node in on_node else lowered[node].placement
@@ -87,7 +88,7 @@ def _variable(node: int, name: str) -> _Vertex:
     return ("operator", node, name)
 
 
-def _add_operator(graph: nx.DiGraph, node: int, kind: Placement) -> None:
+def _add_operator(graph: nx.DiGraph[Any], node: int, kind: Placement) -> None:
     after, before = _variable(node, "node"), _variable(node, "before")
     graph.add_edge(after, before)  # never 0 and 1: in front of weights implies at or after the node
     if kind is Placement.NODE:
@@ -99,7 +100,7 @@ def _add_operator(graph: nx.DiGraph, node: int, kind: Placement) -> None:
 
 
 def _add_value(
-    graph: nx.DiGraph, value: ir.Value, cost: int, index: Mapping[ir.Node, int], lowered: Mapping[ir.Node, Lowered]
+    graph: nx.DiGraph[Any], value: ir.Value, cost: int, index: Mapping[ir.Node, int], lowered: Mapping[ir.Node, Lowered]
 ) -> None:
     """Charge a value once for its download and once for its upload, and keep the flow in order."""
     producer = value.producer()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heinfer.operators import Program, ScaleConflict, analyse
+from heinfer.operators import Program, ScaleConflictError, analyse
 from heinfer.operators.program import Arrays
 from heinfer.operators.steps import WEIGHTED, Conv, MatMul, Rescale, Scale, Step, Sum, Take, sources_of
 from heinfer.ring import RowNorms, quantise, weight_scale
@@ -38,12 +38,12 @@ def quantise_program(program: Program, arrays: Arrays) -> Quantised:
     """Choose scales and quantise.
 
     Raises:
-        ScaleConflict: values of different scales are added, whatever the weights' scales.
+        ScaleConflictError: values of different scales are added, whatever the weights' scales.
     """
     largest = {s.weights: _largest(s, arrays[s.weights]) for s in program.steps if isinstance(s, WEIGHTED)}
     try:
         return _quantise(program, arrays, _tied(program, largest))
-    except ScaleConflict:
+    except ScaleConflictError:
         top = max(float(np.max(values, initial=0.0)) for values in largest.values())
         return _quantise(program, arrays, {name: np.full_like(values, top) for name, values in largest.items()})
 
@@ -74,9 +74,9 @@ def _largest(step: Conv | MatMul | Scale, weights: NDArray[Any]) -> Floats:
     absolute = np.abs(np.asarray(weights, np.float64))
     match step:
         case Conv():
-            return absolute.max(axis=(1, 2, 3))
+            return np.asarray(absolute.max(axis=(1, 2, 3)))
         case MatMul():
-            return absolute.max(axis=0)
+            return np.asarray(absolute.max(axis=0))
         case Scale():
             return absolute
 

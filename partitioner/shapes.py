@@ -30,9 +30,8 @@ def infer_shapes(model: ir.Model) -> dict[str, Shape]:
     found = {}
     for name, shape in at_two.items():
         other = at_three.get(name)
-        if other is not None and len(shape) == len(other) and shape[:1] == (2,) and other[:1] == (3,):
-            if shape[1:] == other[1:]:
-                found[name] = shape[1:]
+        if shape[:1] == (2,) and other == (3, *shape[1:]):
+            found[name] = shape[1:]
     return found
 
 

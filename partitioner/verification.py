@@ -1,8 +1,8 @@
 """Check a partitioned model against the original: at batch 3, sample by sample, in the clear.
 
-    requires  a draft
-    ensures   symbolic batch, folding, placement and lowering have changed nothing: the plan, with every block evaluated
-              in float64, gives what onnxruntime gives for the original
+requires  a draft
+ensures   symbolic batch, folding, placement and lowering have changed nothing: the plan, with every block evaluated
+          in float64, gives what onnxruntime gives for the original
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ def verify(result: Draft, content: bytes) -> float:
         expected = [
             np.concatenate(parts)
             for parts in zip(
-                *(original.run(names, {n: x[i : i + 1] for n, x in inputs.items()}) for i in range(SAMPLES)), strict=True
+                *(original.run(names, {n: x[i : i + 1] for n, x in inputs.items()}) for i in range(SAMPLES)),
+                strict=True,
             )
         ]
     except Exception as error:  # whatever onnxruntime or numpy find wrong with the model
-        raise UnsupportedModelError(f"the model does not run under onnxruntime, one sample at a time: {error}") from error
+        raise UnsupportedModelError(
+            f"the model does not run under onnxruntime, one sample at a time: {error}"
+        ) from error
     try:
         found = _run_plain(result, inputs)
     except Exception as error:
@@ -75,8 +78,10 @@ def _random_inputs(plan: Plan) -> dict[str, NDArray[Any]]:
     inputs: dict[str, NDArray[Any]] = {}
     for spec in plan.inputs:
         dtype = np.dtype(spec.dtype)
-        values = generator.uniform(0, 1, (SAMPLES, *spec.shape)) if dtype.kind == "f" else generator.integers(
-            0, 2, (SAMPLES, *spec.shape)
+        values = (
+            generator.uniform(0, 1, (SAMPLES, *spec.shape))
+            if dtype.kind == "f"
+            else generator.integers(0, 2, (SAMPLES, *spec.shape))
         )
         inputs[spec.name] = values.astype(dtype)
     return inputs

@@ -32,6 +32,9 @@ def padded_window(node: ir.Node, source: Shape, target: Shape, kernel: tuple[int
     elif auto_pad == "VALID":
         pads = (0, 0, 0, 0)
     return Window(
-        kernel, (strides[0], strides[1]), (pads[0], pads[1], pads[2], pads[3]), (dilations[0], dilations[1]),
+        kernel,
+        (strides[0], strides[1]),
+        (pads[0], pads[1], pads[2], pads[3]),
+        (dilations[0], dilations[1]),
         (target[1], target[2]),
     )

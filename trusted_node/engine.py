@@ -23,7 +23,6 @@ from heinfer.plan.execution import NodeStepError, PlanRunner, Tensors
 from heinfer.processes import core_count
 from heinfer.wire import BlockShape, Limits
 from trusted_node.link import ServerLink
-from trusted_node.seal import SealContext
 from trusted_node.statistics import QueryStatistics
 from trusted_node.uploads import Upload
 from trusted_node.workers import CryptoPool
@@ -32,7 +31,7 @@ from trusted_node.workers import CryptoPool
 GROUPS_IN_FLIGHT = 3
 
 
-class DataFailure(InputError):
+class DataError(InputError):
     """The data made a value that is not finite. The client is told; the server can't tell."""
 
 
@@ -104,7 +103,7 @@ class Engine:
 
         Raises:
             InputError: inputs don't fit, or hold NaN or infinity; nothing was sent.
-            DataFailure: a value inside the model is not finite.
+            DataError: a value inside the model is not finite.
             RemoteProtocolError: the server failed.
         """
         plan = self.bundle.plan
@@ -136,7 +135,7 @@ class _Group:
         self._statistics = statistics
         self._trace = trace
         self._traced = traced
-        self._failure: DataFailure | None = None
+        self._failure: DataError | None = None
         self._away_s = 0.0
 
     def run(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
@@ -158,7 +157,7 @@ class _Group:
         return outputs
 
     def _fail(self, reason: str) -> None:
-        self._failure = self._failure or DataFailure(reason)
+        self._failure = self._failure or DataError(reason)
 
     def _finish_with_zeros(self, position: int, samples: int) -> None:
         """Run the rounds after a step on zeros, so that the server sees what it always sees."""
@@ -174,9 +173,7 @@ class _Group:
         with engine.link.session() as session:
             try:
                 for index in step.blocks:
-                    upload = Upload(
-                        engine.bundle, index, session, engine.pool, self._statistics, engine.limits
-                    )
+                    upload = Upload(engine.bundle, index, session, engine.pool, self._statistics, engine.limits)
                     uploads.append((index, upload))
                     values = [self._finite(tensors[t.name], t.name) for t in self._plan.blocks[index].inputs]
                     upload.send(values)

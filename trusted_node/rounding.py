@@ -1,8 +1,8 @@
 """Rounding of what leaves the trust domain.
 
-A CKKS decryption carries noise that depends on the secret key. Results of a last block are therefore rounded to a grid
-that is no finer than their error bound: a bound of 7e-4 gives steps of 2**-10. One step a sample, so that outputs of one
-sample are compared on one grid.
+A CKKS decryption carries noise that depends on the secret key. Results of a last block are therefore rounded to a
+grid that is no finer than their error bound: a bound of 7e-4 gives steps of 2**-10. One step a sample, so that
+outputs of one sample are compared on one grid.
 Source: Li and Micciancio, EUROCRYPT 2021 (ePrint 2020/1533), on what decryptions give away.
 """
 

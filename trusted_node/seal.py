@@ -3,9 +3,9 @@
     x_int --(add to an encryption of zero)--> (b, a) --> server --> (W b, W a) --(decrypt)--> W x_int + W e
 
 SEAL draws everything that is random, from the operating system. A message is added to the b-part of a symmetric
-encryption of zero, which is what encrypting it means: b = x + e - a s. So integers reach the coefficients exactly, with no
-encoder on the way and no limit on their size but q/2. Symmetric encryption is used throughout, since the error bound
-counts on its small noise. SEAL has no interface for bytes: ciphertexts pass through a file in memory.
+encryption of zero, which is what encrypting it means: b = x + e - a s. So integers reach the coefficients exactly,
+with no encoder on the way and no limit on their size but q/2. Symmetric encryption is used throughout, since the error
+bound counts on its small noise. SEAL has no interface for bytes: ciphertexts pass through a file in memory.
 Source: SEAL 4 manual; the saved form is described in the design note "Encrypted linear algebra", TenSEAL facts.
 """
 
@@ -141,6 +141,7 @@ class SecretContext:
 
         Args:
             integers: |x| < q/2, shape (count, samples), samples <= N.
+
         Returns:
             Residues (count, 2, N), b then a.
         """
@@ -154,14 +155,15 @@ class SecretContext:
 
         Args:
             residues: int64 in [0, q), shape (count, 2, N), b then a, coefficient form.
+
         Returns:
-            Centred coefficients as float64, shape (count, N); rounding of SEAL's decoder, about 1, is far below the noise.
+            Centred coefficients as float64, shape (count, N); SEAL's decoder rounds by about 1, far below the noise.
         """
         seal = self._seal
         degree, modulus = seal.parameters.degree, seal.parameters.modulus
         bins = _slot_bins(degree)
         spectrum = np.zeros((len(residues), degree), np.complex128)
-        transparent = ~residues[:, 1].any(axis=1)
+        transparent = np.all(residues[:, 1] == 0, axis=1)
         cipher, plain = sealapi.Ciphertext(seal._context), sealapi.Plaintext()
         header = _HEADER.pack(
             _MAGIC, _HEADER_BYTES, *_VERSION, _PLAIN, 0, _HEADER_BYTES + len(seal._fields) + 16 * degree
@@ -183,11 +185,11 @@ class SecretContext:
 
 @lru_cache
 def _slot_bins(degree: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Bins of the transform that hold the slots and their conjugates: slot j is m at zeta**(3**j), zeta = exp(i pi / N)."""
+    """Bins of the transform for the slots and their conjugates: slot j is m at zeta**(3**j), zeta = exp(i pi / N)."""
     exponents = np.array([pow(3, j, 2 * degree) for j in range(degree // 2)])
     return (exponents - 1) // 2, (2 * degree - exponents - 1) // 2
 
 
 @lru_cache
 def _twist(degree: int) -> NDArray[np.complex128]:
-    return np.exp(1j * np.pi * np.arange(degree) / degree)
+    return np.asarray(np.exp(1j * np.pi * np.arange(degree) / degree), np.complex128)

@@ -36,6 +36,7 @@ def estimate_error(
         server: the server's folder.
         reference: the real weights.
         inputs: samples to run, shape (samples, *shape) each; a few dozen suffice.
+
     Returns:
         `DEVIATIONS` times the root mean square error of the worst output, over samples and trials.
     """

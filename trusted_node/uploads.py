@@ -34,7 +34,7 @@ TASKS_IN_FLIGHT = 32
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """Outputs of a block, float32 of shape (samples, *shape), and their error bounds for the leading samples asked for."""
+    """Outputs of a block, float32 of shape (samples, *shape), and error bounds for the leading samples asked for."""
 
     outputs: list[NDArray[np.float32]]
     bounds: list[NDArray[np.float64]]

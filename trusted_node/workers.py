@@ -1,8 +1,8 @@
 """Encryption and decryption on all cores.
 
-SEAL's binding holds Python's lock, so that threads don't help: a pool of processes does, started by spawn. They are part
-of the trusted node; what passes between them and the node (values, scales, a secret for the time of one upload) passes
-through private pipes.
+SEAL's binding holds Python's lock, so that threads don't help: a pool of processes does, started by spawn. They are
+part of the trusted node; what passes between them and the node (values, scales, a secret for the time of one upload)
+passes through private pipes.
 """
 
 from __future__ import annotations
@@ -130,9 +130,7 @@ def _encrypt(secret: bytes, values: NDArray[np.float32], scale: NDArray[np.float
     return Encrypted(packed.tobytes(), time.perf_counter() - started)
 
 
-def _decrypt(
-    secret: bytes, rows: bytes, samples: int, scale: NDArray[np.float64], terms: RowTerms
-) -> Decrypted:
+def _decrypt(secret: bytes, rows: bytes, samples: int, scale: NDArray[np.float64], terms: RowTerms) -> Decrypted:
     started = time.perf_counter()
     parameters = _seal[0].parameters
     head = packed_bytes(samples)

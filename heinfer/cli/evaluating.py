@@ -59,7 +59,9 @@ def _reference_of(model: Path, plan: Plan) -> Reference:
 
     imported, draft, _ = partition_in_memory(model, plan.ring.parameters)
     if imported.sha256 != plan.model.sha256 or draft.plan.blocks != plan.blocks:
-        raise PlanError(f"{model} is not the model of this bundle ({plan.model.name}, sha256 {plan.model.sha256[:16]}...)")
+        raise PlanError(
+            f"{model} is not the model of this bundle ({plan.model.name}, sha256 {plan.model.sha256[:16]}...)"
+        )
     return Reference(imported.content, tuple(built.full for built in draft.blocks), draft.real_arrays)
 
 
@@ -85,7 +87,10 @@ def show(report: Report) -> None:
     out.print(_block_table(report))
     ring = report.parameters
     memory = ", ".join(f"{name} {size(peak)}" for name, peak in report.peak_memory_bytes.items() if peak is not None)
-    out.print(f"N = {ring['N']}, log2 q = {ring['log2_q']}, at least {ring['security_bits']} bits of security, {report.mode} mode")
+    out.print(
+        f"N = {ring['N']}, log2 q = {ring['log2_q']}, at least {ring['security_bits']} bits of security, "
+        f"{report.mode} mode"
+    )
     out.print(f"peak memory: {memory or 'unknown'}; {report.machine}, {report.cores} cores")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,10 +43,10 @@ def infer_command(
 
     if not query.is_file():
         raise typer.BadParameter(f"{query} does not exist", param_hint="QUERY.npy")
-    context: Any = connect(node) if node is not None else local(bundle or Path())
-    with context if context is not None else nullcontext() as model:
+    context: AbstractContextManager[RemoteModel] = connect(node) if node is not None else local(bundle or Path())
+    with context as model:
         spec = model.description.inputs[0]
-        data = load_query(query, TensorSpec(spec.name, spec.shape[1:], spec.dtype), divide)
+        data = load_query(query, TensorSpec(spec.name, tuple(d or 0 for d in spec.shape[1:]), spec.dtype), divide)
         for note in data.notes:
             out.print(note)
         figures = _ask(model, data.x)

@@ -32,7 +32,9 @@ def partition_command(
 
     result = partition(model, output, reference=reference)
     show_steps(result.plan)
-    out.print(f"\nIn the clear, the parts give what the model gives: largest relative difference {result.difference:.1e}")
+    out.print(
+        f"\nIn the clear, the parts give what the model gives: largest relative difference {result.difference:.1e}"
+    )
     out.print(f"Wrote {output}: server/ for the untrusted server, node/ for the trusted node")
     write_json(json, {"difference": result.difference, **describe(result.plan)})
 
@@ -67,7 +69,9 @@ def show_steps(plan: Plan) -> None:
     """Print what runs where, in order."""
     from heinfer.plan import NodeStep
 
-    steps = table("where", "block", "operators", "values up", "values down", title=f"{plan.model.name}: steps", right=(3, 4))
+    steps = table(
+        "where", "block", "operators", "values up", "values down", title=f"{plan.model.name}: steps", right=(3, 4)
+    )
     for step in plan.steps:
         if isinstance(step, NodeStep):
             steps.add_row("node", "", ", ".join(step.operators), "", "")

@@ -13,7 +13,9 @@ import typer
 
 from heinfer.cli.screen import err
 
-ListenOption = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 takes a free one.")]
+ListenOption = Annotated[
+    str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 takes a free one.")
+]
 ParentOption = Annotated[bool, typer.Option("--with-parent", hidden=True, help="End when standard input closes.")]
 
 
@@ -58,7 +60,9 @@ def node_command(
     folder: Annotated[Path, typer.Argument(metavar="BUNDLE/node", help="The node's part of a bundle.")],
     server: Annotated[str, typer.Option("--server", metavar="HOST:PORT", help="Where the untrusted server listens.")],
     listen: ListenOption = "127.0.0.1:7800",
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes that encrypt; the cores where not given.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that encrypt; the cores where not given.")
+    ] = None,
     allow_trace: Annotated[
         bool, typer.Option("--allow-trace", help="Let clients ask for values inside the model, for reports.")
     ] = False,

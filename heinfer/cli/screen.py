@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+#: Columns where output goes to a file or a pipe: tables stay whole.
+_FILE_COLUMNS = 132
+out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _FILE_COLUMNS)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures as JSON.")]
 BundleArgument = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Folder written by `heinfer partition`.")]

@@ -1,8 +1,8 @@
 """Evaluate a bundle on a data set: plain beside encrypted, in three processes over real sockets.
 
-    x --> onnxruntime, the original model -----------------------> plain outputs -+
-    x --> node --> server --> node, in groups of N samples ------> outputs -------+--> Report
-    a few samples --> the same, values around every block -------> errors, bounds +
+x --> onnxruntime, the original model -----------------------> plain outputs -+
+x --> node --> server --> node, in groups of N samples ------> outputs -------+--> Report
+a few samples --> the same, values around every block -------> errors, bounds +
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from heinfer.wire import (
     Address,
     Description,
     Limits,
+    QueryEvent,
     QueryHeader,
     call_describe,
     call_infer,
@@ -72,6 +73,7 @@ class RemoteModel:
 
         Args:
             x: samples first, then the model's input shape; or one such array an input, by name.
+
         Returns:
             An array, or a dict of arrays by name where the model has several outputs.
 
@@ -98,7 +100,7 @@ class RemoteModel:
         """
         inputs = self.prepare(x)
         header = QueryHeader(next(self._ids), describe_tensors(inputs), statistics, trace_samples)
-        events = itertools.chain([header], iterate_tensor_chunks(inputs, self._limits))
+        events: Iterator[QueryEvent] = itertools.chain([header], iterate_tensor_chunks(inputs, self._limits))
         _, tensors, found = read_result(call_infer(self._channel, events, self._limits), self._limits)
         outputs = {t.name: tensors[t.name] for t in self.description.outputs if t.name in tensors}
         trace = {name: array for name, array in tensors.items() if name not in outputs}

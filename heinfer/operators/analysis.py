@@ -1,7 +1,7 @@
 """What a program's integer matrix looks like row by row, without ever forming the matrix.
 
-Scales and norms travel through the steps as tensors of the values' shapes. For a 5x5 convolution of one channel with all
-weights at the limit, every row has l1 = 25 * 32767, l2 = 5 * 32767, 25 paths; at a padded border there are fewer.
+Scales and norms travel through the steps as tensors of the values' shapes. For a 5x5 convolution of one channel with
+all weights at the limit, every row has l1 = 25 * 32767, l2 = 5 * 32767, 25 paths; at a padded border there are fewer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from heinfer.ring.bounds import RowNorms
 Floats = NDArray[np.float64]
 
 
-class ScaleConflict(HeinferError):
+class ScaleConflictError(HeinferError):
     """Values with different scales meet in one step.
 
     Attributes:
@@ -62,8 +62,9 @@ def analyse(
         scales: weight scale of every weighted step by its weights' name: per output channel for `Conv`, per column for
             `MatMul`, per element for `Scale`.
         factors: values of `Rescale` steps.
+
     Raises:
-        ScaleConflict: values of different scales are added.
+        ScaleConflictError: values of different scales are added.
     """
     values: list[_Rows] = []
     for shape in program.inputs:
@@ -122,7 +123,12 @@ def _move(step: Take, sources: Sequence[_Rows], indices: NDArray[np.int32] | Non
     used = indices[indices >= 0] if indices is not None else np.empty(0, np.int32)
     distinct = all(rows.distinct for rows in sources) and len(np.unique(used)) == len(used)
     return _Rows(
-        moved("scale", 1.0), moved("l1", 0.0), moved("l2", 0.0), moved("paths", 0.0), moved("multiplicity", 0.0), distinct
+        moved("scale", 1.0),
+        moved("l1", 0.0),
+        moved("l2", 0.0),
+        moved("paths", 0.0),
+        moved("multiplicity", 0.0),
+        distinct,
     )
 
 
@@ -130,14 +136,11 @@ def _add(position: int, sources: Sequence[_Rows]) -> _Rows:
     scale, live = sources[0].scale, sources[0].live
     for rows in sources[1:]:
         if not np.array_equal(scale[live & rows.live], rows.scale[live & rows.live]):
-            raise ScaleConflict(position)
+            raise ScaleConflictError(position)
         scale, live = np.where(live, scale, rows.scale), live | rows.live
     return _Rows(
         scale,
-        *(
-            np.sum([getattr(rows, name) for rows in sources], axis=0)
-            for name in ("l1", "l2", "paths", "multiplicity")
-        ),
+        *(np.sum([getattr(rows, name) for rows in sources], axis=0) for name in ("l1", "l2", "paths", "multiplicity")),
     )
 
 
@@ -151,6 +154,6 @@ def _pool(position: int, step: WindowSum, rows: _Rows) -> _Rows:
     scale = np.where(live, scales, -np.inf).max(axis=(2, 3))
     any_live = live.any(axis=(2, 3))
     if np.any(any_live & (np.where(live, scales, np.inf).min(axis=(2, 3)) != scale)):
-        raise ScaleConflict(position)
+        raise ScaleConflictError(position)
     scale = np.where(any_live, scale, 1.0)
     return _Rows(scale, pooled(rows.l1), pooled(rows.l2), pooled(rows.paths), pooled(rows.multiplicity))

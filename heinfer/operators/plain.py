@@ -22,6 +22,7 @@ def evaluate_plain(program: Program, arrays: Arrays, inputs: Sequence[Floats]) -
         program: full or server program.
         arrays: its arrays; weights of any real dtype.
         inputs: one array a program input, shape (samples, *shape).
+
     Returns:
         One float64 array an output, shape (samples, *shape).
     """
@@ -37,22 +38,20 @@ def evaluate_step(step: Step, arrays: Arrays, values: Sequence[Floats]) -> Float
         case Conv():
             return convolve(values[step.source], np.asarray(arrays[step.weights], np.float64), step)
         case MatMul():
-            return values[step.source] @ np.asarray(arrays[step.weights], np.float64)
+            return np.matmul(values[step.source], np.asarray(arrays[step.weights], np.float64), dtype=np.float64)
         case Scale():
-            return values[step.source] * arrays[step.weights]
+            return values[step.source] * np.asarray(arrays[step.weights], np.float64)
         case Take():
             return take([values[s] for s in step.sources], arrays[step.indices] if step.indices else None, step, 0.0)
         case Sum():
-            total = step.signs[0] * values[step.sources[0]]
-            for sign, source in zip(step.signs[1:], step.sources[1:], strict=True):
-                total = total + sign * values[source]
-            return total
+            terms = [sign * values[source] for sign, source in zip(step.signs, step.sources, strict=True)]
+            return np.sum(terms, axis=0, dtype=np.float64)
         case WindowSum():
-            return windows(values[step.source], step.window).sum(axis=(2, 3))
+            return np.sum(windows(values[step.source], step.window), axis=(2, 3), dtype=np.float64)
         case Shift():
-            return values[step.source] + arrays[step.values]
+            return values[step.source] + np.asarray(arrays[step.values], np.float64)
         case Rescale():
-            return values[step.source] * arrays[step.values]
+            return values[step.source] * np.asarray(arrays[step.values], np.float64)
 
 
 def take(sources: Sequence[Floats], indices: NDArray[np.int32] | None, step: Take, fill: float) -> Floats:
@@ -71,7 +70,8 @@ def convolve(x: Floats, weights: Floats, step: Conv) -> Floats:
         samples, step.group, channels // step.group * prod(step.window.kernel), prod(step.window.output)
     )
     matrices = weights.reshape(step.group, weights.shape[0] // step.group, -1)
-    return np.matmul(matrices[None], patches).reshape(samples, *step.shape)
+    result: Floats = np.matmul(matrices[None], patches)
+    return result.reshape(samples, *step.shape)
 
 
 def windows(x: Floats, window: Window) -> Floats:

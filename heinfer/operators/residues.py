@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from heinfer.errors import ParameterError
 from heinfer.operators.program import Arrays, Program
-from heinfer.operators.steps import Conv, MatMul, Rescale, Scale, Shape, Shift, Step, Sum, Take, Window, WindowSum
+from heinfer.operators.steps import Conv, MatMul, Scale, Shape, Step, Sum, Take, Window, WindowSum
 from heinfer.ring import (
     ModularMatrix,
     RingParameters,
@@ -63,6 +63,7 @@ class ResidueProgram:
         Args:
             inputs: int64 in [0, q), one array a program input, shape (samples, *shape), any strides; fastest where
                 samples are contiguous. The range is not checked here but where residues are unpacked.
+
         Returns:
             int64 in [0, q), one array an output, shape (samples, *shape), samples contiguous.
         """
@@ -103,7 +104,7 @@ def _compile(
         case WindowSum():
             geometry = _geometry(step.window, shapes[step.source])
             return lambda values: _by_rows(prod(step.shape), values[step.source], _window_rows, geometry, modulus)
-        case Shift() | Rescale():
+        case _:
             raise ParameterError(f"a {step.kind} belongs to the node, found in a server's program")
 
 
@@ -230,9 +231,7 @@ def _take_rows(x: Residues, indices: NDArray[np.int32], start: int, stop: int, o
 
 
 @kernel
-def _window_rows(
-    x: Residues, geometry: NDArray[np.int64], modulus: int, start: int, stop: int, out: Residues
-) -> None:
+def _window_rows(x: Residues, geometry: NDArray[np.int64], modulus: int, start: int, stop: int, out: Residues) -> None:
     height, width, kh, kw, sy, sx, top, left, dy, dx, out_height, out_width = geometry
     for row in range(start, stop):
         channel, position = row // (out_height * out_width), row % (out_height * out_width)

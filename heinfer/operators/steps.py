@@ -3,9 +3,9 @@
 A program works on numbered values: its inputs come first, every step adds one. A value is a tensor of one sample
 (shapes here never include the batch axis). Arrays (weights, index maps) are named; the caller supplies them.
 
-Seven kinds suffice. All movement of data (Reshape, Transpose, Pad, Slice, Concat, broadcasting ...) is one kind, `Take`:
-an index map. `Shift` and `Rescale` are known to the node alone: a server's program has neither, since the node applies
-biases and output scales after decryption (`Program.for_server`).
+Eight kinds suffice. All movement of data (Reshape, Transpose, Pad, Slice, Concat, broadcasting ...) is one kind,
+`Take`: an index map. `Shift` and `Rescale` are known to the node alone: a server's program has neither, since the node
+applies biases and output scales after decryption (`Program.for_server`).
 """
 
 from __future__ import annotations

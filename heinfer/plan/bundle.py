@@ -154,9 +154,7 @@ def pack_terms(index: int, position: int, terms: OutputTerms) -> dict[str, NDArr
     return arrays
 
 
-def _read_terms(
-    arrays: Mapping[str, NDArray[Any]], index: int, position: int, shape: tuple[int, ...]
-) -> OutputTerms:
+def _read_terms(arrays: Mapping[str, NDArray[Any]], index: int, position: int, shape: tuple[int, ...]) -> OutputTerms:
     found = {}
     for name in ("bias", *_NORMS):
         key = f"{index}.{position}.{name}"

@@ -74,6 +74,7 @@ class PlanRunner:
         Args:
             inputs: the plan's inputs, shape (samples, *shape).
             run_round: evaluates the blocks of a round, given the tensors so far.
+
         Returns:
             The plan's outputs, shape (samples, *shape).
 

@@ -77,7 +77,8 @@ def check_folder(folder: Path, expected: str) -> None:
     """
     if folder_digest(folder) != expected:
         raise PlanError(
-            f"{folder} is not what was partitioned: a file was changed, added or lost; copy the folder again or partition again"
+            f"{folder} is not what was partitioned: a file was changed, added or lost; "
+            "copy the folder again or partition again"
         )
 
 

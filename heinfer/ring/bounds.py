@@ -61,6 +61,7 @@ class RowNorms:
             peak: max |x| of each sample, shape (samples,).
             magnitude: ||x||_1 of each sample, shape (samples,).
             outputs: decrypted outputs, shape (samples, *shape).
+
         Returns:
             Absolute error bounds, shape (samples, *shape).
         """

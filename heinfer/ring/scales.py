@@ -21,6 +21,7 @@ def weight_scale(largest: NDArray[np.float64]) -> NDArray[np.float64]:
 
     Args:
         largest: max |W_jk| over k, any shape, finite and >= 0.
+
     Returns:
         Scales > 0 of the same shape; 1 for a zero row.
     """
@@ -44,6 +45,7 @@ def input_scale(peak: NDArray[np.float64], row_sum: int, parameters: RingParamet
         peak: max |x| of each sample over all values of the upload, finite and >= 0, any shape.
         row_sum: L, the largest sum of |W_int| over a row of the block.
         parameters: ring.
+
     Returns:
         Scales > 0 of the same shape; 1 where the peak or the row sum is 0.
     """

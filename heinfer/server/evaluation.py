@@ -46,6 +46,7 @@ class BlockEvaluator:
         Args:
             block: index into the plan's blocks.
             residues: int64 in [0, q), shape (input rows, columns).
+
         Returns:
             int64 in [0, q), shape (output rows, columns).
         """
@@ -57,8 +58,8 @@ class BlockEvaluator:
             inputs.append(np.moveaxis(rows.reshape(*shape, columns), -1, 0))
             first += prod(shape)
         outputs = program.evaluate(inputs)
-        rows = [np.moveaxis(y, 0, -1).reshape(-1, columns) for y in outputs]
-        return rows[0] if len(rows) == 1 else np.concatenate(rows)
+        parts = [np.moveaxis(y, 0, -1).reshape(-1, columns) for y in outputs]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class Upload:

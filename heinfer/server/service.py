@@ -1,6 +1,6 @@
 """The untrusted server: one handler a stream, the protocol's state machine, and the evaluator.
 
-The server keeps nothing between requests but the loaded plan. Whatever goes wrong, its peer sees one of the fixed codes.
+The server keeps nothing between requests but the loaded plan. Whatever goes wrong, its peer sees a fixed code.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from typing import Any
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -98,7 +100,8 @@ def run_model(model: onnx.ModelProto, images: NDArray[np.float32], batch: int = 
 
 def _strip_metadata(model: onnx.ModelProto) -> None:
     graph = model.graph
-    for part in (model, graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+    parts: list[Any] = [model, graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer]
+    for part in parts:
         del part.metadata_props[:]
     for node in graph.node:
         node.doc_string = ""

@@ -146,7 +146,7 @@ def add_evaluator(server: Any, handler: SessionHandler, limits: Limits) -> None:
             logger.warning("session ended by %s", type(error).__name__)
             yield codec.encode_server_event(Failure(failure_code(error)), limits)
 
-    handlers = {"Session": grpc.stream_stream_rpc_method_handler(session)}
+    handlers: dict[str, Any] = {"Session": grpc.stream_stream_rpc_method_handler(session)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(EVALUATOR, handlers),))
 
 
@@ -176,7 +176,7 @@ def add_node(server: Any, describe: Callable[[], Description], handler: QueryHan
             logger.warning("query ended by %s", type(error).__name__)
             yield query_codec.encode_result_event(query_failure(error), limits)
 
-    handlers = {
+    handlers: dict[str, Any] = {
         "Describe": grpc.unary_unary_rpc_method_handler(
             lambda request, context: query_codec.encode_description(describe(), limits)
         ),
