@@ -6,10 +6,10 @@
 
 A value flows through three places in this order: after the weights of one block (still encrypted), on the node, in
 front of the weights of the next block (encrypted again). A weighted operator reads in the third and writes in the
-first; a free operator sits in one of the three. So each operator has two binary variables, "at or after the node" and "in
-front of weights", and each value costs its size when it crosses from 0 to 1 of the first (download) or of the second
-(upload), once however many read it. That is a minimum cut: 0 is the source's side, an edge u -> v costs its capacity
-where u is 0 and v is 1, and an edge without capacity forbids that.
+first; a free operator sits in one of the three. So each operator has two binary variables, "at or after the node" and
+"in front of weights", and each value costs its size when it crosses from 0 to 1 of the first (download) or of the
+second (upload), once however many read it. That is a minimum cut: 0 is the source's side, an edge u -> v costs its
+capacity where u is 0 and v is 1, and an edge without capacity forbids that.
 Example: the sum of two convolutions belongs on the server, which then answers one value instead of two; average pooling
 after a nonlinearity belongs on the node, which then uploads fewer.
 """

@@ -34,24 +34,29 @@ def evaluate_plain(program: Program, arrays: Arrays, inputs: Sequence[Floats]) -
 
 def evaluate_step(step: Step, arrays: Arrays, values: Sequence[Floats]) -> Floats:
     """Evaluate one step on the values so far; shapes as in `evaluate_plain`."""
+
+    def array(name: str) -> Floats:
+        return np.asarray(arrays[name], np.float64)
+
     match step:
         case Conv():
-            return convolve(values[step.source], np.asarray(arrays[step.weights], np.float64), step)
+            return convolve(values[step.source], array(step.weights), step)
         case MatMul():
-            return np.matmul(values[step.source], np.asarray(arrays[step.weights], np.float64), dtype=np.float64)
+            product: Floats = np.matmul(values[step.source], array(step.weights))
+            return product
         case Scale():
-            return values[step.source] * np.asarray(arrays[step.weights], np.float64)
+            return values[step.source] * array(step.weights)
         case Take():
             return take([values[s] for s in step.sources], arrays[step.indices] if step.indices else None, step, 0.0)
         case Sum():
             terms = [sign * values[source] for sign, source in zip(step.signs, step.sources, strict=True)]
-            return np.sum(terms, axis=0, dtype=np.float64)
+            return np.asarray(np.sum(terms, axis=0))
         case WindowSum():
-            return np.sum(windows(values[step.source], step.window), axis=(2, 3), dtype=np.float64)
+            return np.asarray(windows(values[step.source], step.window).sum(axis=(2, 3)))
         case Shift():
-            return values[step.source] + np.asarray(arrays[step.values], np.float64)
+            return values[step.source] + array(step.values)
         case Rescale():
-            return values[step.source] * np.asarray(arrays[step.values], np.float64)
+            return values[step.source] * array(step.values)
 
 
 def take(sources: Sequence[Floats], indices: NDArray[np.int32] | None, step: Take, fill: float) -> Floats:

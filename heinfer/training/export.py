@@ -10,7 +10,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-
 from typing import Any
 
 import numpy as np
