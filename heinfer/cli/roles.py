@@ -6,12 +6,19 @@ import json
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 from heinfer.cli.screen import err
+
+if TYPE_CHECKING:
+    from trusted_node.link import ServerLink
+
+#: Seconds that a node waits for its server to come up.
+SERVER_WAIT_S = 20.0
 
 ListenOption = Annotated[
     str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 takes a free one.")
@@ -79,8 +86,7 @@ def node_command(
     listening, serving, limits = parse_address(listen), parse_address(server), Limits()
     bundle = load_node(folder)
     link = ServerLink(serving, bundle.plan_hash, block_shapes(bundle.plan), limits)
-    with link.session():  # the server is there and has the same plan
-        pass
+    _await_server(link, server)
     with CryptoPool(bundle.plan.ring.parameters, workers) as pool:
         engine = Engine(bundle, link, pool, limits)
         service = NodeService(engine, listening, limits, allow_trace)
@@ -89,6 +95,34 @@ def node_command(
         finally:
             engine.close()
             link.close()
+
+
+def _await_server(link: ServerLink, server: str) -> None:
+    """Wait until the server is there and agrees on the plan.
+
+    Raises:
+        RemoteProtocolError: it did not come, or refuses us.
+    """
+    from heinfer.errors import RemoteProtocolError
+    from heinfer.wire import RefusedError
+
+    deadline = time.monotonic() + SERVER_WAIT_S
+    told = False
+    while True:
+        try:
+            with link.session():
+                return
+        except RefusedError:
+            raise
+        except RemoteProtocolError as error:
+            if time.monotonic() > deadline:
+                raise RemoteProtocolError(
+                    f"no server answers at {server} within {SERVER_WAIT_S:g} s: {error}"
+                ) from error
+            if not told:
+                err.print(f"waiting for the server at {server}")
+                told = True
+            time.sleep(0.2)
 
 
 def _run(service: Service, what: str, with_parent: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from heinfer.errors import InputError
+from heinfer.errors import InputError, RemoteProtocolError
 from heinfer.wire import (
     Address,
     Description,
@@ -52,6 +52,9 @@ class RemoteModel:
         self._ids = itertools.count(1)
         try:
             self.description: Description = call_describe(self._channel, self._limits, timeout_s=CONNECT_S)
+        except RemoteProtocolError as error:
+            self._channel.close()
+            raise RemoteProtocolError(f"no node answers at {address}: {error}") from error
         except BaseException:
             self._channel.close()
             raise
