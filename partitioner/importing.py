@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import google.protobuf.message
+import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
@@ -183,9 +184,9 @@ def _free_reshapes(model: ir.Model) -> None:
         if node.op_type != "Reshape" or node.inputs[1] is None or node.inputs[1].const_value is None:
             continue
         target = node.inputs[1].const_value.numpy().copy()
-        allow_zero = node.attributes.get_int("allowzero")
-        if len(target) and target[0] == 1 and not allow_zero:
-            target[0] = 0
+        if len(target) and target[0] == 1 and not np.any(target == 0):
+            target[0] = 0  # copies the batch axis
+            node.attributes["allowzero"] = ir.AttrInt64("allowzero", 0)
             name = f"{node.name}.shape"
             shape = ir.Value(name=name, shape=ir.Shape([len(target)]), type=ir.TensorType(ir.DataType.INT64))
             shape.const_value = ir.tensor(target, name=name)
