@@ -48,7 +48,7 @@ def _fold_product(model: ir.Model, node: ir.Node) -> None:
     factor = factor.astype(np.float64)
     factor = 1 / factor if node.op_type == "Div" else factor
     producer = value.producer()
-    if factor.size == 1 and _readers_fold(node):
+    if factor.size == 1 and _readers_fold(node, factor.ndim):
         for use in list(node.outputs[0].uses()):
             _scale_input(model, use.node, float(factor.reshape(-1)[0]))
         node.outputs[0].replace_all_uses_with(value)
@@ -56,16 +56,27 @@ def _fold_product(model: ir.Model, node: ir.Node) -> None:
         rows = _row_factors(producer, factor)
         if rows is not None:
             _scale_rows(model, producer, rows)
-            node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
+            _take_over(node.outputs[0], value)
 
 
-def _readers_fold(node: ir.Node) -> bool:
-    """Whether all that reads a product are weighted operators, in the place of their activation."""
+def _take_over(old: ir.Value, new: ir.Value) -> None:
+    """Replace a value everywhere; a result of the model keeps its name."""
+    name, is_result = old.name, old.is_graph_output()
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    if is_result:
+        old.name, new.name = f"{name}.folded", name
+
+
+def _readers_fold(node: ir.Node, rank: int) -> bool:
+    """Whether all that reads a product are weighted operators, in the place of their activation.
+
+    A factor of higher rank than the weights might add an axis to the activation and does not fold.
+    """
     uses = list(node.outputs[0].uses())
     return (
         bool(uses)
         and not node.outputs[0].is_graph_output()
-        and all(u.node.op_type in _WEIGHTED and u.idx == 0 and constant(u.node.inputs[1]) is not None for u in uses)
+        and all(u.node.op_type in _WEIGHTED and u.idx == 0 and _rank(u.node.inputs[1]) >= rank for u in uses)
     )
 
 
@@ -83,17 +94,22 @@ def _producer_folds(producer: ir.Node, value: ir.Value) -> bool:
 def _row_factors(producer: ir.Node, factor: NDArray[np.float64]) -> NDArray[np.float64] | None:
     """Return the factor of every output row (channel or column), None if the factor varies along another axis."""
     rows = _outputs(producer)
+    rank = _rank(producer.inputs[1])
+    if factor.ndim > rank or (rank == 1 and factor.size > 1):
+        return None  # the factor might add an axis, or meets one that is none of the weights'
     if factor.size == 1:
         return np.full(rows, factor.reshape(-1)[0])
     if producer.op_type == "Conv":
-        weights = constant(producer.inputs[1])
-        assert weights is not None  # the callers have checked
-        rank = weights.ndim
-        channel_first = factor.reshape((1,) * (rank - factor.ndim) + factor.shape) if factor.ndim <= rank else factor
-        fits = channel_first.ndim == rank and channel_first.shape == (1, rows, *([1] * (rank - 2)))
+        fits = (1,) * (rank - factor.ndim) + factor.shape == (1, rows, *([1] * (rank - 2)))
     else:
         fits = factor.shape[-1] == rows == factor.size
     return factor.reshape(-1) if fits else None
+
+
+def _rank(weights: ir.Value | None) -> int:
+    """Rank of constant weights; -1 for anything else."""
+    array = constant(weights)
+    return -1 if array is None else array.ndim
 
 
 def _outputs(producer: ir.Node) -> int:
@@ -163,7 +179,7 @@ def _swap_gemm(model: ir.Model, node: ir.Node, weights: NDArray[Any]) -> None:
     back = ir.Node("", "Transpose", [swapped.outputs[0]], [ir.AttrInt64s("perm", (1, 0))], name=f"{node.name}.back")
     graph.insert_after(swapped, back)
     back.outputs[0].type = node.outputs[0].type
-    node.outputs[0].replace_all_uses_with(back.outputs[0], replace_graph_outputs=True)
+    _take_over(node.outputs[0], back.outputs[0])
     graph.remove(node, safe=True)
 
 

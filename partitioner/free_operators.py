@@ -37,6 +37,8 @@ def lower_movement(node: ir.Node, context: Context) -> Lowered:
         return ON_NODE
     fill = constant(node.inputs[2]) if node.op_type == "Pad" and len(node.inputs) > 2 else None
     value = 0.0 if fill is None or not fill.size else float(fill.reshape(-1)[0])
+    if not np.isfinite(value):
+        return ON_NODE
     total = sum(map(prod, known))
     in_order = indices.size == total and np.array_equal(indices, np.arange(total))
 

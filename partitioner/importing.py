@@ -16,6 +16,7 @@ from pathlib import Path
 import google.protobuf.message
 import numpy as np
 import onnx
+import onnx.inliner
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 from onnx import version_converter
@@ -27,6 +28,8 @@ from heinfer.errors import Offence, UnsupportedModelError
 
 #: Models of older opsets are converted to this one; newer ones are taken as they are.
 OPSET = 21
+#: The first version of the file format that may hold that opset.
+IR_VERSION = 10
 BATCH = "batch"
 _STANDARD_DOMAINS = ("", "ai.onnx")
 _CONTROL_FLOW = ("If", "Loop", "Scan", "SequenceMap")
@@ -65,7 +68,9 @@ def import_model(path: Path) -> Imported:
     content = proto.SerializeToString()
     _refuse(proto)
     fixed_batch = _batch_is_fixed(proto)
-    model = ir.from_proto(_convert(proto))
+    model = ir.from_proto(_convert(_inline(proto)))
+    # Below version 4 an initialiser has to be an input as well, which the passes undo.
+    model.ir_version = max(model.ir_version, IR_VERSION)
     common_passes.InlinePass()(model)
     _name_nodes(model)
     if not fixed_batch:
@@ -95,7 +100,7 @@ def _refuse(proto: onnx.ModelProto) -> None:
     """Refuse what is never taken, all of it at once, before the checker stops at the first."""
     local = {(f.domain, f.name) for f in proto.functions}
     offences = []
-    for position, node in enumerate(proto.graph.node):
+    for position, node in enumerate([*proto.graph.node, *(n for f in proto.functions for n in f.node)]):
         name = node.name or (node.output[0] if node.output else f"node {position}")
         if node.op_type in _CONTROL_FLOW and node.domain in _STANDARD_DOMAINS:
             offences.append(Offence(name, node.op_type, "control flow is not supported; export the model without it"))
@@ -139,6 +144,11 @@ def _batch_is_fixed(proto: onnx.ModelProto) -> bool:
     if not fixed:
         raise UnsupportedModelError("the model has no inputs")
     return any(fixed)
+
+
+def _inline(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Inline local functions, which onnx's version converter would drop."""
+    return onnx.inliner.inline_local_functions(proto) if proto.functions else proto
 
 
 def _convert(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from heinfer.errors import InputError
+from heinfer.errors import HeinferError, InputError
 from heinfer.plan import NodeBundle, Plan, RoundStep
 from heinfer.plan.execution import NodeStepError, PlanRunner, Tensors
 from heinfer.processes import core_count
@@ -144,6 +145,8 @@ class _Group:
         samples = len(next(iter(inputs.values())))
         try:
             outputs = self._engine.runner.run(inputs, self._round)
+        except BrokenProcessPool as error:
+            raise HeinferError("a process that encrypts died; the query was dropped, ask again") from error
         except NodeStepError as error:
             self._fail(f"the model's own operators failed on these data: {error}")
             self._finish_with_zeros(error.position, samples)

@@ -83,10 +83,9 @@ def _evaluate_noisy(
         per_sample = scale.reshape(-1, *([1] * (y.ndim - 1)))
         deviation = terms.norms.l2 * np.sqrt(NOISE_DEVIATION**2 + _ROUNDING_VARIANCE) / (per_sample * terms.norms.scale)
         noisy = y / terms.norms.scale + np.abs(deviation) * generator.standard_normal(y.shape)
+        result = (noisy + terms.bias).astype(np.float32)
         if block.final:
-            step = rounding_step(terms.norms.error_bound(scale, peak, magnitude, noisy))
-            noisy = round_to_step((noisy + terms.bias).astype(np.float32), step)
-        else:
-            noisy = noisy + terms.bias
-        made[spec.name] = noisy.astype(np.float32)
+            bound = terms.norms.error_bound(scale, peak, magnitude, result.astype(np.float64))
+            result = round_to_step(result, rounding_step(bound))
+        made[spec.name] = result
     return made

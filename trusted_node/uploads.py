@@ -122,7 +122,7 @@ class Upload:
             first += count
             leading = self._samples if self._block.final else bounded
             scales = (self._scale[:leading], self._peak[:leading], self._magnitude[:leading])
-            bound = terms.norms.error_bound(*scales, (values[:leading] - terms.bias).astype(np.float64))
+            bound = terms.norms.error_bound(*scales, values[:leading].astype(np.float64))
             if self._block.final:
                 step = rounding_step(bound)
                 values = round_to_step(values, step)

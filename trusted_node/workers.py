@@ -7,11 +7,16 @@ passes through private pipes.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +24,8 @@ from numpy.typing import NDArray
 from heinfer.processes import core_count
 from heinfer.ring import RingParameters, pack, packed_bytes, unpack
 from trusted_node.seal import SealContext
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +61,27 @@ class CryptoPool:
     """
 
     def __init__(self, parameters: RingParameters, workers: int | None = None) -> None:
-        count = workers or core_count()
+        self._parameters = parameters
+        self._count = workers or core_count()
         self._seal = SealContext(parameters)
         self._lock = threading.Lock()
-        self._executor = ProcessPoolExecutor(
-            count, mp_context=get_context("spawn"), initializer=_prepare, initargs=(parameters,)
-        )
-        for future in [self._executor.submit(_warm_up) for _ in range(count)]:
+        self._executor = self._start()
+        for future in [self._executor.submit(_warm_up) for _ in range(self._count)]:
             future.result()
+
+    def _start(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(
+            self._count, mp_context=get_context("spawn"), initializer=_prepare, initargs=(self._parameters,)
+        )
+
+    def _submit(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
+        """Hand work to a process. Where one has died, its query fails and the next one gets new processes."""
+        with self._lock:
+            try:
+                return self._executor.submit(function, *arguments)
+            except BrokenProcessPool:
+                self._executor = self._start()
+                return self._executor.submit(function, *arguments)
 
     def __enter__(self) -> CryptoPool:
         """Return the pool."""
@@ -88,7 +108,7 @@ class CryptoPool:
             values: shape (rows, samples), samples <= N.
             scale: s_x of every sample, shape (samples,).
         """
-        return self._executor.submit(_encrypt, secret, values, scale)
+        return self._submit(_encrypt, secret, values, scale)
 
     def decrypt(
         self, secret: bytes, rows: bytes, samples: int, scale: NDArray[np.float64], terms: RowTerms
@@ -102,14 +122,23 @@ class CryptoPool:
             scale: s_x of every sample, shape (samples,).
             terms: scale and bias of every row.
         """
-        return self._executor.submit(_decrypt, secret, rows, samples, scale, terms)
+        return self._submit(_decrypt, secret, rows, samples, scale, terms)
 
 
 _seal: list[SealContext] = []
 
 
 def _prepare(parameters: RingParameters) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _seal.append(SealContext(parameters))
+
+
+def _end_with_parent() -> None:
+    """End this worker when the node is gone, however it went: nobody else would."""
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def _warm_up() -> None:

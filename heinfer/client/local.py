@@ -132,7 +132,7 @@ def peak_memory_bytes(pid: int) -> int | None:
     """Return the sum of peak resident memory over a process and its children, None where the system does not tell."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        children = [c for task in Path(f"/proc/{pid}/task").glob("*/children") for c in task.read_text().split()]
     except OSError:
         return None
     own = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)

@@ -47,8 +47,8 @@ class _Rows:
 
     @property
     def live(self) -> NDArray[np.bool_]:
-        """Elements that depend on the input at all; the others are zero, whatever their scale."""
-        return self.l1 > 0
+        """Elements that depend on the input, even by weights that round to 0; the others are 0 at any scale."""
+        return (self.l1 > 0) | (self.paths > 0)
 
 
 def analyse(

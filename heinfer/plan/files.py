@@ -98,7 +98,7 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write a safetensors file."""
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
+    save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, path)
 
 
 @contextmanager

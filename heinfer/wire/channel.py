@@ -47,6 +47,9 @@ def channel_options(limits: Limits) -> Options:
         ("grpc.enable_http_proxy", 0),  # ciphertexts go where the operator said, not where the environment says
         ("grpc.enable_retries", 0),  # what is sent again, and under which attempt, is decided by the session's owner
         ("grpc.use_local_subchannel_pool", 1),  # a channel is a connection
+        # A peer that comes back is found again within two seconds; the default waits up to two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 2000),
     )
 
 
