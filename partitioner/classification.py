@@ -59,6 +59,11 @@ _NOT_YET: Mapping[str, tuple[int, ...]] = {
 }
 
 
+_FINITE = ("BatchNormalization", "Conv", "Gemm", "MatMul")
+#: Operators that take infinity, as in masks, but never NaN.
+_NUMBERS = ("Add", "Div", "Mul", "Sub")
+
+
 def classify(model: ir.Model, shapes: Mapping[str, Shape]) -> dict[ir.Node, Lowered]:
     """Return where each node may run and how.
 
@@ -79,10 +84,11 @@ def _lower(node: ir.Node, context: Context) -> Lowered:
         if position < len(node.inputs) and constant(node.inputs[position]) is not None:
             return context.refuse(node, "its weights belong on the server, which has no such operator yet")
     weights = [array for array in map(constant, node.inputs) if array is not None and array.dtype.kind == "f"]
-    if node.op_type in ("Conv", "Gemm", "MatMul") and weights:
-        if any(array.dtype != np.float32 for array in weights):
-            return context.refuse(node, f"weights are {weights[0].dtype}; export the model in float32")
-        if not all(np.all(np.isfinite(array)) for array in weights):
-            return context.refuse(node, "weights hold NaN or infinity")
+    if node.op_type in ("Conv", "Gemm", "MatMul") and any(array.dtype != np.float32 for array in weights):
+        return context.refuse(node, f"weights are {weights[0].dtype}; export the model in float32")
+    if node.op_type in _FINITE and not all(np.all(np.isfinite(array)) for array in weights):
+        return context.refuse(node, "weights hold NaN or infinity")
+    if node.op_type in _NUMBERS and any(np.any(np.isnan(array)) for array in weights):
+        return context.refuse(node, "weights hold NaN or infinity")
     lowering = _LOWERINGS.get(node.op_type)
     return ON_NODE if lowering is None or node.domain not in ("", "ai.onnx") else lowering(node, context)

@@ -190,6 +190,10 @@ def _element_types(proto: onnx.ModelProto) -> dict[str, int]:
 
 def _spec(value: ir.Value, types: Mapping[str, int], shapes: Mapping[str, Shape]) -> TensorSpec:
     name = str(value.name)
+    if value.const_value is not None:
+        raise UnsupportedModelError(
+            "the model's results must depend on its inputs:", [Offence(name, "output", "it is a constant")]
+        )
     dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(types[name])).name
     shape = shapes.get(name)
     if shape is None and value.shape is not None and all(isinstance(d, int) for d in list(value.shape)[1:]):

@@ -68,7 +68,7 @@ def import_model(path: Path) -> Imported:
     content = proto.SerializeToString()
     _refuse(proto)
     fixed_batch = _batch_is_fixed(proto)
-    model = ir.from_proto(_convert(_inline(proto)))
+    model = _parse(_convert(_inline(proto)))
     # Below version 4 an initialiser has to be an input as well, which the passes undo.
     model.ir_version = max(model.ir_version, IR_VERSION)
     common_passes.InlinePass()(model)
@@ -86,10 +86,10 @@ def import_model(path: Path) -> Imported:
 
 def _read(path: Path) -> onnx.ModelProto:
     try:
-        proto = onnx.load_model(path)
+        proto = onnx.load_model(path, format="protobuf")  # whatever the name's ending
     except FileNotFoundError as error:
         raise UnsupportedModelError(f"{error.filename or path} does not exist") from error
-    except (google.protobuf.message.DecodeError, onnx.checker.ValidationError, OSError) as error:
+    except (google.protobuf.message.DecodeError, onnx.checker.ValidationError, OSError, UnicodeDecodeError) as error:
         raise UnsupportedModelError(f"{path} is not an ONNX model, or it is truncated: {error}") from error
     if not proto.graph.node or not proto.opset_import:
         raise UnsupportedModelError(f"{path} is not an ONNX model, or it is truncated: it has no operators")
@@ -114,7 +114,7 @@ def _refuse(proto: onnx.ModelProto) -> None:
         raise UnsupportedModelError(f"{len(offences)} operators can't be partitioned:", offences)
     try:
         onnx.checker.check_model(proto)
-    except onnx.checker.ValidationError as error:
+    except (onnx.checker.ValidationError, UnicodeDecodeError) as error:
         raise UnsupportedModelError(f"onnx refuses the model: {str(error).strip().splitlines()[0]}") from error
 
 
@@ -159,6 +159,13 @@ def _convert(proto: onnx.ModelProto) -> onnx.ModelProto:
         return version_converter.convert_version(proto, OPSET)
     except RuntimeError as error:
         raise UnsupportedModelError(f"opset {version} can't be converted to {OPSET}: {error}") from error
+
+
+def _parse(proto: onnx.ModelProto) -> ir.Model:
+    try:
+        return ir.from_proto(proto)
+    except ir.serde.SerdeError as error:
+        raise UnsupportedModelError(f"not a valid ONNX model: {str(error).splitlines()[0]}") from error
 
 
 def _simplify(model: ir.Model) -> None:

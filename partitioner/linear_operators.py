@@ -42,7 +42,10 @@ def lower_conv(node: ir.Node, context: Context) -> Lowered:
         return context.refuse(node, f"the server has 2-D convolutions only, found {weights.ndim - 2}-D")
     window = padded_window(node, source, target, (int(weights.shape[2]), int(weights.shape[3])))
     group = node.attributes.get_int("group", 1)
-    bias = constant(node.inputs[2]) if len(node.inputs) > 2 else None
+    added = node.inputs[2] if len(node.inputs) > 2 else None
+    bias = constant(added)
+    if added is not None and bias is None:
+        return context.refuse(node, "its bias is not constant; use Conv and Add")
 
     def emit(builder: Builder, values: Sequence[int]) -> int:
         result = builder.add(Conv(values[0], builder.array(weights.astype(np.float64)), window, group, target))

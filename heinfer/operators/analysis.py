@@ -113,7 +113,9 @@ def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], scal
     l2 = np.sqrt(apply(absolute**2, rows.l2**2)) if rows.distinct else l1
     paths = apply(np.ones_like(absolute), rows.live.astype(np.float64))
     shaped = scale.reshape(-1, 1, 1) if isinstance(step, Conv) else scale
-    return _Rows(np.broadcast_to(shaped, step.shape)[None].copy(), l1, l2, paths, np.ones_like(l1))
+    # Copies of one input may meet several of a row's weights, at worst all.
+    multiplicity = np.ones_like(l1) if rows.distinct else paths
+    return _Rows(np.broadcast_to(shaped, step.shape)[None].copy(), l1, l2, paths, multiplicity)
 
 
 def _move(step: Take, sources: Sequence[_Rows], indices: NDArray[np.int32] | None) -> _Rows:

@@ -53,4 +53,6 @@ def input_scale(peak: NDArray[np.float64], row_sum: int, parameters: RingParamet
     if row_sum == 0:
         return np.ones_like(peak)
     room = (parameters.modulus / 2 - (NOISE_LIMIT + 0.5) * row_sum - 2) / row_sum
-    return np.where(peak > 0, room / np.where(peak > 0, peak, 1.0), 1.0)
+    # Peaks far below float32's smallest number would ask for an infinite scale; they are as good as zero.
+    usable = peak > room / np.finfo(np.float64).max
+    return np.where(usable, room / np.where(usable, peak, 1.0), 1.0)

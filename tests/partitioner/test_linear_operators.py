@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.partitioner.examples import check, graph, weights
+
+W1 = weights(6, 4, 3, 3)
+CONVOLUTIONS = {
+    "plain": ("", W1),
+    "strides": ("strides = [2, 1]", W1),
+    "pads": ("pads = [1, 0, 2, 3]", W1),
+    "dilations": ("dilations = [2, 1]", W1),
+    "all_at_once": ("strides = [2, 3], pads = [2, 1, 0, 1], dilations = [1, 2]", W1),
+    "same_upper": ('auto_pad = "SAME_UPPER", strides = [2, 2]', weights(6, 4, 2, 3)),
+    "same_lower": ('auto_pad = "SAME_LOWER", strides = [2, 2]', weights(6, 4, 2, 3)),
+    "valid": ('auto_pad = "VALID", strides = [1, 2]', W1),
+    "notset": ('auto_pad = "NOTSET", pads = [1, 1, 1, 1]', W1),
+    "groups": ("group = 2, pads = [1, 1, 1, 1]", weights(6, 2, 3, 3)),
+    "depthwise": ("group = 4", weights(8, 1, 3, 2)),
+    "kernel_shape": ("kernel_shape = [3, 3]", W1),
+    "whole_plane": ("", weights(3, 4, 8, 7)),
+    "pointwise": ("strides = [3, 3]", weights(3, 4, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_conv_with_attributes_matches_onnxruntime(case: str, bias: bool, tmp_path: Path) -> None:
+    attributes, kernel = CONVOLUTIONS[case]
+    call = f"Conv <{attributes}>" if attributes else "Conv"
+    constants = {"w": kernel} | ({"b": weights(len(kernel))} if bias else {})
+    model = graph(f"g (float[n,4,8,7] x) => (float y) {{ y = {call} ({', '.join(['x', *constants])}) }}", constants)
+    found = check(model, tmp_path)
+    assert found.on_server == [["Conv"]]
+    assert found.on_node == []
+
+
+GEMMS = {
+    "plain": ("", (7, 5), None),
+    "scalar": ("", (7, 5), np.float32(0.25)),
+    "one": ("", (7, 5), weights(1)),
+    "row": ("", (7, 5), weights(5)),
+    "row_2d": ("", (7, 5), weights(1, 5)),
+    "alpha": ("alpha = -0.5", (7, 5), weights(5)),
+    "beta": ("beta = 3.0", (7, 5), weights(5)),
+    "beta_zero": ("beta = 0.0", (7, 5), weights(5)),
+    "trans_b": ("transB = 1", (5, 7), weights(5)),
+    "everything": ("alpha = 0.25, beta = -2.0, transB = 1", (5, 7), weights(1, 5)),
+}
+
+
+@pytest.mark.parametrize("case", GEMMS)
+def test_gemm_with_attributes_matches_onnxruntime(case: str, tmp_path: Path) -> None:
+    attributes, shape, bias = GEMMS[case]
+    call = f"Gemm <{attributes}>" if attributes else "Gemm"
+    constants = {"w": weights(*shape)} | ({} if bias is None else {"c": np.asarray(bias)})
+    model = graph(f"g (float[n,7] x) => (float y) {{ y = {call} ({', '.join(['x', *constants])}) }}", constants)
+    assert check(model, tmp_path).on_server == [["Gemm"]]
+
+
+def test_gemm_that_transposes_a_transposed_activation_matches_onnxruntime(tmp_path: Path) -> None:
+    model = graph(
+        "g (float[n,7] x) => (float y) { t = Transpose <perm = [1, 0]> (x) y = Gemm <transA = 1> (t, w, c) }",
+        {"w": weights(7, 5), "c": weights(5)},
+    )
+    assert "Gemm" in check(model, tmp_path).server_operators
+
+
+@pytest.mark.parametrize("transposed", [0, 1])
+@pytest.mark.parametrize("bias", ["none", "scalar", "column"])
+def test_gemm_with_constant_left_operand_matches_onnxruntime(transposed: int, bias: str, tmp_path: Path) -> None:
+    constants = {"w": weights(7, 5) if transposed else weights(5, 7)}
+    if bias != "none":
+        constants["c"] = weights(5, 1) if bias == "column" else weights(1)
+    operands = ", ".join(["w", "x", *list(constants)[1:]])
+    attributes = f"alpha = 0.5, beta = 2.0, transA = {transposed}, transB = 1"
+    model = graph(
+        f"g (float[n,7] x) => (float y) {{ t = Gemm <{attributes}> ({operands}) y = Transpose <perm = [1, 0]> (t) }}",
+        constants,
+    )
+    assert "Gemm" in check(model, tmp_path).server_operators
+
+
+MATMULS = {
+    "right": ("[n,7]", "x, w", (7, 5)),
+    "right_vector": ("[n,7]", "x, w", (7,)),
+    "right_over_tokens": ("[n,3,7]", "x, w", (7, 5)),
+    "right_vector_over_tokens": ("[n,3,7]", "x, w", (7,)),
+    "right_over_heads": ("[n,2,3,7]", "x, w", (7, 5)),
+    "right_leading_one": ("[n,3,7]", "x, w", (1, 7, 5)),
+    "left": ("[n,7,3]", "w, x", (5, 7)),
+    "left_vector": ("[n,7,3]", "w, x", (7,)),
+    "left_over_heads": ("[n,2,7,3]", "w, x", (5, 7)),
+    "left_leading_one": ("[n,7,3]", "w, x", (1, 5, 7)),
+}
+
+
+@pytest.mark.parametrize("case", MATMULS)
+def test_matmul_by_constant_matches_onnxruntime(case: str, tmp_path: Path) -> None:
+    source, operands, shape = MATMULS[case]
+    model = graph(f"g (float{source} x) => (float y) {{ y = MatMul ({operands}) }}", {"w": weights(*shape)})
+    assert check(model, tmp_path).on_server == [["MatMul"]]
+
+
+def test_matmul_of_two_activations_runs_on_node(tmp_path: Path) -> None:
+    model = graph(
+        "g (float[n,3,7] x) => (float y) { a = MatMul (x, w) t = Transpose <perm = [0, 2, 1]> (a) y = MatMul (a, t) }",
+        {"w": weights(7, 4)},
+    )
+    found = check(model, tmp_path)
+    assert found.on_server == [["MatMul"]]
+    assert "MatMul" in found.node_operators
+
+
+def normalisation(channels: int) -> dict[str, np.ndarray]:
+    return {
+        "gain": weights(channels, seed=1),
+        "beta": weights(channels, seed=2),
+        "mean": weights(channels, seed=3),
+        "var": np.abs(weights(channels, seed=4)) + 0.1,
+    }
+
+
+BN = "BatchNormalization <epsilon = 0.001>"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_batch_normalization_after_conv_folds_into_one_block(bias: bool, tmp_path: Path) -> None:
+    constants = {"w": weights(6, 4, 3, 3)} | ({"b": weights(6)} if bias else {})
+    operands = ", ".join(["x", *constants])
+    model = graph(
+        f"g (float[n,4,8,7] x) => (float y) {{ a = Conv ({operands}) c = {BN} (a, gain, beta, mean, var) y = "
+        f"Relu (c) }}",
+        constants | normalisation(6),
+    )
+    assert check(model, tmp_path).on_server == [["Conv"]]
+
+
+@pytest.mark.parametrize(("transposed", "shape"), [(0, (7, 5)), (1, (5, 7))])
+def test_batch_normalization_after_gemm_folds_into_one_block(
+    transposed: int, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    model = graph(
+        f"g (float[n,7] x) => (float y) {{ a = Gemm <transB = {transposed}> (x, w, b) "
+        f"y = {BN} (a, gain, beta, mean, var) }}",
+        {"w": weights(*shape), "b": weights(5)} | normalisation(5),
+    )
+    assert check(model, tmp_path).on_server == [["Gemm"]]
+
+
+@pytest.mark.parametrize("shape", ["[n,4,6,5]", "[n,4]", "[n,4,3]"])
+def test_batch_normalization_in_front_runs_on_server_alone(shape: str, tmp_path: Path) -> None:
+    model = graph(
+        f"g (float{shape} x) => (float y) {{ a = {BN} (x, gain, beta, mean, var) y = Relu (a) }}", normalisation(4)
+    )
+    assert check(model, tmp_path).on_server == [["BatchNormalization"]]
+
+
+def test_batch_normalization_before_activation_and_conv_is_a_block_of_its_own(tmp_path: Path) -> None:
+    model = graph(
+        f"g (float[n,4,6,5] x) => (float y) {{ a = {BN} (x, gain, beta, mean, var) b = Relu (a) y = Conv (b, w) }}",
+        {"w": weights(2, 4, 3, 3)} | normalisation(4),
+    )
+    assert check(model, tmp_path).on_server == [["BatchNormalization"], ["Conv"]]
+
+
+def test_batch_normalization_of_conv_that_is_read_twice_keeps_both_values(tmp_path: Path) -> None:
+    model = graph(
+        f"g (float[n,4,6,5] x) => (float y, float z) {{ a = Conv (x, w) y = {BN} (a, gain, beta, mean, var) "
+        "z = Relu (a) }",
+        {"w": weights(4, 4, 3, 3)} | normalisation(4),
+    )
+    check(model, tmp_path)
+
+
+CONSTANTS = {
+    "scalar": np.float32(0.75),
+    "one": np.full((1,), -1.5, np.float32),
+    "channels": weights(6, 1, 1),
+    "channels_4d": weights(1, 6, 1, 1),
+    "columns": weights(5),
+    "rows": weights(4, 1),
+    "full": weights(6, 4, 5),
+}
+
+
+@pytest.mark.parametrize("where", ["before", "after", "alone"])
+@pytest.mark.parametrize(
+    "operation", ["Add (a, c)", "Add (c, a)", "Sub (a, c)", "Sub (c, a)", "Mul (a, c)", "Mul (c, a)", "Div (a, c)"]
+)
+@pytest.mark.parametrize("case", CONSTANTS)
+def test_arithmetic_with_constant_matches_onnxruntime(case: str, operation: str, where: str, tmp_path: Path) -> None:
+    constant = np.asarray(CONSTANTS[case], np.float32)
+    if operation.startswith("Div"):
+        constant = np.sign(constant) * (np.float32(0.5) + np.abs(constant))
+    body = {
+        "before": f"a = Identity (x) b = {operation} y = Conv <pads = [1, 1, 1, 1]> (b, w)",
+        "after": f"a = Conv <pads = [1, 1, 1, 1]> (x, w) b = {operation} y = Relu (b)",
+        "alone": f"a = Conv <pads = [1, 1, 1, 1]> (x, w) z = Relu (a) y = {operation}",
+    }[where]
+    outputs = "float y, float z" if where == "alone" else "float y"
+    model = graph(
+        f"g (float[n,6,4,5] x) => ({outputs}) {{ {body} }}",
+        {"w": weights(6, 6, 3, 3), "c": np.asarray(constant, np.float32)},
+    )
+    found = check(model, tmp_path)
+    if constant.size == 1 or operation[:3] in ("Add", "Sub"):
+        assert found.server_operators.count("Conv") == len(found.plan.blocks) == 1
+
+
+def test_constant_divided_by_an_activation_runs_on_node(tmp_path: Path) -> None:
+    model = graph(
+        "g (float[n,7] x) => (float y) { a = Gemm (x, w) b = Exp (a) y = Div (c, b) }",
+        {"w": weights(7, 5), "c": weights(5)},
+    )
+    found = check(model, tmp_path)
+    assert found.on_server == [["Gemm"]]
+    assert found.on_node == [["Exp", "Div"]]
+
+
+def test_product_with_vector_after_matmul_by_vector_of_equal_length_matches_onnxruntime(tmp_path: Path) -> None:
+    model = graph(
+        "g (float[n,5,5] x) => (float y) { a = MatMul (x, w) y = Mul (a, c) }",
+        {"w": weights(5), "c": weights(5, seed=1)},
+    )
+    check(model, tmp_path)
+
+
+def test_product_that_adds_an_axis_is_not_folded(tmp_path: Path) -> None:
+    model = graph(
+        "g (float[n,7] x) => (float y) { a = MatMul (x, w) b = Mul (a, c) y = Squeeze (b, axes) }",
+        {"w": weights(7, 5), "c": weights(1, 1, 1), "axes": np.array([0])},
+    )
+    check(model, tmp_path)
+
+
+@pytest.mark.parametrize("factor", [np.float32(2.5), weights(4, 1, 1)])
+@pytest.mark.parametrize("operator", ["Mul", "Div"])
+def test_product_that_folds_into_the_last_conv_keeps_the_results_name(
+    operator: str, factor: np.ndarray, tmp_path: Path
+) -> None:
+    model = graph(
+        f"g (float[n,3,5,5] x) => (float y) {{ a = Conv (x, w, b) y = {operator} (a, c) }}",
+        {"w": weights(4, 3, 3, 3), "b": weights(4), "c": np.asarray(factor)},
+    )
+    found = check(model, tmp_path)
+    assert found.on_server == [["Conv"]]
+    assert [t.name for t in found.plan.outputs] == ["y"]
