@@ -297,3 +297,11 @@ def test_partition_that_is_refused_leaves_the_earlier_bundle_as_it_was(tmp_path:
     with pytest.raises(UnsupportedModelError):
         partition(path, tmp_path / "bundle")
     assert (tmp_path / "bundle" / "plan.json").read_bytes() == before
+
+
+def test_partition_of_conv_with_computed_bias_says_so(tmp_path: Path) -> None:
+    model = graph(
+        "g (float[n,2,5,5] x) => (float y) { b = ReduceMean <axes = [0, 2, 3], keepdims = 0> (x) y = Conv (x, w, b) }",
+        {"w": weights(2, 2, 3, 3)},
+    )
+    assert "bias is not constant" in str(refusal(model, tmp_path))
