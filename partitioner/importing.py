@@ -65,7 +65,10 @@ def import_model(path: Path) -> Imported:
             mode, a fixed batch size above 1, axes that stay dynamic).
     """
     proto = _read(path)
-    content = proto.SerializeToString()
+    try:
+        content = proto.SerializeToString()
+    except (ValueError, google.protobuf.message.EncodeError) as error:
+        raise UnsupportedModelError(f"{path}: models above 2 GiB are not supported yet") from error
     _refuse(proto)
     fixed_batch = _batch_is_fixed(proto)
     model = _parse(_convert(_inline(proto)))

@@ -47,6 +47,8 @@ def verify(result: Draft, content: bytes) -> float:
         ) from error
     try:
         found = _run_plain(result, inputs)
+    except UnsupportedModelError:
+        raise
     except Exception as error:
         raise UnsupportedModelError(
             f"the model can't take more than one sample: its batch axis could not be made symbolic ({error})"

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
 from heinfer.processes import prepare_environment
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from heinfer.client import LocalModel
+    from tests.parties import WatchedPool
 
 prepare_environment()  # before a test module imports numpy
 
@@ -39,3 +47,61 @@ def shared() -> Path:
     if os.environ.get("HEINFER_REQUIRE_SHARED") == "1":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def lenet_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The released LeNet-5, partitioned."""
+    from partitioner import partition
+
+    folder = tmp_path_factory.mktemp("lenet")
+    partition(REPOSITORY / "models" / "released" / "mnist_lenet5" / "model.onnx", folder / "bundle")
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="session")
+def lenet(lenet_bundle: Path) -> Iterator[LocalModel]:
+    """The released LeNet-5 behind a node and a server that are processes of their own; the node traces."""
+    from heinfer.client import local
+
+    with local(lenet_bundle, allow_trace=True) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def lenet_samples() -> dict[str, NDArray[Any]]:
+    """x, float32 in [0, 1], and y: a thousand MNIST test digits."""
+    import numpy as np
+
+    with np.load(REPOSITORY / "models" / "released" / "mnist_lenet5" / "samples.npz") as archive:
+        return {"x": archive["x"], "y": archive["y"]}
+
+
+@pytest.fixture(scope="session")
+def dense_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two small dense layers, partitioned; the model lies beside the bundle."""
+    from partitioner import partition
+    from tests.small_models import dense_model
+
+    folder = tmp_path_factory.mktemp("dense")
+    partition(dense_model(folder / "dense.onnx"), folder / "bundle")
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="session")
+def dense(dense_bundle: Path) -> Iterator[LocalModel]:
+    """The small dense model behind processes of its own; the node does not trace."""
+    from heinfer.client import local
+
+    with local(dense_bundle) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WatchedPool]:
+    """A node's worker for the default ring, watched."""
+    from heinfer.ring import RingParameters
+    from tests.parties import WatchedPool
+
+    with WatchedPool(RingParameters.default(), workers=1) as pool:
+        yield pool

@@ -9,6 +9,7 @@ the group goes on with encrypted zeros to the end and only the client is told (d
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -23,13 +24,15 @@ from heinfer.plan import NodeBundle, Plan, RoundStep
 from heinfer.plan.execution import NodeStepError, PlanRunner, Tensors
 from heinfer.processes import core_count
 from heinfer.wire import BlockShape, Limits
-from trusted_node.link import ServerLink
+from trusted_node.link import LinkSession, ServerLink
 from trusted_node.statistics import QueryStatistics
 from trusted_node.uploads import Upload
 from trusted_node.workers import CryptoPool
 
 #: Groups of samples under way at once: one encrypts, one is at the server, one decrypts.
 GROUPS_IN_FLIGHT = 3
+#: Uploads of one group under way at once; each holds a stream, of which a server has a few dozen.
+UPLOADS_IN_FLIGHT = 4
 
 
 class DataError(InputError):
@@ -116,11 +119,19 @@ class Engine:
             part = {name: x[start : start + degree] for name, x in inputs.items()}
             group = _Group(self, statistics, trace, trace_samples if start == 0 else 0)
             groups.append(self._threads.submit(group.run, part))
+        results: list[dict[str, NDArray[Any]]] = []
+        failures: list[DataError] = []
         try:
-            results = [group.result() for group in groups]
+            for future in groups:
+                try:
+                    results.append(future.result())
+                except DataError as error:  # the server must see the other groups all the same
+                    failures.append(error)
         finally:
             for future in groups:
                 future.cancel()
+        if failures:
+            raise failures[0]
         names = [t.name for t in plan.outputs]
         return QueryResult({n: np.concatenate([r[n] for r in results]) for n in names}, statistics, trace)
 
@@ -144,13 +155,9 @@ class _Group:
         started = time.perf_counter()
         samples = len(next(iter(inputs.values())))
         try:
-            outputs = self._engine.runner.run(inputs, self._round)
+            outputs = self._run_steps(inputs, samples)
         except BrokenProcessPool as error:
             raise HeinferError("a process that encrypts died; the query was dropped, ask again") from error
-        except NodeStepError as error:
-            self._fail(f"the model's own operators failed on these data: {error}")
-            self._finish_with_zeros(error.position, samples)
-            outputs = {}
         self._statistics.add_group(time.perf_counter() - started - self._away_s)
         for name, values in outputs.items():
             if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -158,6 +165,14 @@ class _Group:
         if self._failure is not None:
             raise self._failure
         return outputs
+
+    def _run_steps(self, inputs: Tensors, samples: int) -> dict[str, NDArray[Any]]:
+        try:
+            return self._engine.runner.run(inputs, self._round)
+        except NodeStepError as error:
+            self._fail(f"the model's own operators failed on these data: {error}")
+            self._finish_with_zeros(error.position, samples)
+            return {}
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or DataError(reason)
@@ -170,28 +185,44 @@ class _Group:
                 self._round(step, {t.name: np.zeros((samples, *t.shape), np.float32) for t in specs})
 
     def _round(self, step: RoundStep, tensors: Tensors) -> dict[str, NDArray[Any]]:
-        """Send all blocks of a round, then receive them."""
+        """Send the blocks of a round, each over a session of its own, and receive them, a few at a time."""
         made: dict[str, NDArray[Any]] = {}
-        engine, uploads = self._engine, []
-        with engine.link.session() as session:
-            try:
-                for index in step.blocks:
-                    upload = Upload(engine.bundle, index, session, engine.pool, self._statistics, engine.limits)
-                    uploads.append((index, upload))
-                    values = [self._finite(tensors[t.name], t.name) for t in self._plan.blocks[index].inputs]
-                    upload.send(values)
-                    self._record(index, "input", values)
-                for index, upload in uploads:
-                    result = upload.receive(self._traced)
-                    self._record(index, "output", result.outputs)
-                    self._record(index, "bound", result.bounds)
-                    specs = self._plan.blocks[index].outputs
-                    made.update({t.name: y for t, y in zip(specs, result.outputs, strict=True)})
-                    self._away_s += upload.waited_s
-            finally:
-                for _, upload in uploads:
-                    upload.wipe()
+        pending: deque[tuple[int, LinkSession, Upload]] = deque()
+        try:
+            for index in step.blocks:
+                if len(pending) == UPLOADS_IN_FLIGHT:
+                    made.update(self._receive(pending))
+                self._send(index, tensors, pending)
+            while pending:
+                made.update(self._receive(pending))
+        except BaseException:
+            for _, session, _ in pending:
+                session.close()
+            raise
+        finally:
+            for _, _, upload in pending:
+                upload.wipe()
         return made
+
+    def _send(self, index: int, tensors: Tensors, pending: deque[tuple[int, LinkSession, Upload]]) -> None:
+        engine = self._engine
+        session = engine.link.acquire()
+        upload = Upload(engine.bundle, index, session, engine.pool, self._statistics, engine.limits)
+        pending.append((index, session, upload))
+        values = [self._finite(tensors[t.name], t.name) for t in self._plan.blocks[index].inputs]
+        upload.send(values)
+        self._record(index, "input", values)
+
+    def _receive(self, pending: deque[tuple[int, LinkSession, Upload]]) -> dict[str, NDArray[Any]]:
+        index, session, upload = pending[0]
+        result = upload.receive(self._traced)
+        pending.popleft()
+        self._engine.link.release(session)
+        self._away_s += upload.waited_s
+        self._record(index, "output", result.outputs)
+        self._record(index, "bound", result.bounds)
+        specs = self._plan.blocks[index].outputs
+        return {t.name: y for t, y in zip(specs, result.outputs, strict=True)}
 
     def _finite(self, values: NDArray[Any], name: str) -> NDArray[np.float32]:
         """Return the values, with zeros for every sample that holds something not finite."""

@@ -55,9 +55,8 @@ class ServerLink:
         self._idle: list[LinkSession] = []
         self._lock = threading.Lock()
 
-    @contextmanager
-    def session(self) -> Iterator[LinkSession]:
-        """Lend a session to one thread.
+    def acquire(self) -> LinkSession:
+        """Lend a session to one thread, which gives it back by `release`, or closes it where something went wrong.
 
         Raises:
             RemoteProtocolError: the server can't be reached, or refuses us.
@@ -66,13 +65,27 @@ class ServerLink:
             session = self._idle.pop() if self._idle else None
         if session is None or not session.usable:
             session = LinkSession(self._channel, self._plan_hash, self._blocks, self._limits)
+        return session
+
+    def release(self, session: LinkSession) -> None:
+        """Take a session back whose answers have all been read."""
+        with self._lock:
+            self._idle.append(session)
+
+    @contextmanager
+    def session(self) -> Iterator[LinkSession]:
+        """Lend a session for a block of code; an error closes it.
+
+        Raises:
+            RemoteProtocolError: the server can't be reached, or refuses us.
+        """
+        session = self.acquire()
         try:
             yield session
         except BaseException:
             session.close()
             raise
-        with self._lock:
-            self._idle.append(session)
+        self.release(session)
 
     def close(self) -> None:
         """End all idle sessions and the connection."""
@@ -84,7 +97,11 @@ class ServerLink:
 
 
 class LinkSession:
-    """One stream to the server. Use from one thread at a time."""
+    """One stream to the server. Use from one thread at a time, for one upload after the other.
+
+    An answer waits in a short queue until it is read. So a second upload before the first answer is read may wait for
+    ever: uploads that are under way together take a session each.
+    """
 
     def __init__(self, channel: object, plan_hash: bytes, blocks: Sequence[BlockShape], limits: Limits) -> None:
         self._limits = limits
@@ -96,9 +113,9 @@ class LinkSession:
         self._done = threading.Event()
         self._stream: EventStream[ServerEvent] = call_session(channel, self._events(), limits)
         threading.Thread(target=self._read, name="heinfer-link", daemon=True).start()
-        with self._lock:
-            self._put(self._protocol.hello())
+        self._put(self._protocol.hello())
         if not isinstance(self._get(), Ready):
+            self.close()
             raise RemoteProtocolError("the server did not greet back")
 
     @property
@@ -110,13 +127,14 @@ class LinkSession:
         """Announce an upload; return its request id."""
         with self._lock:
             request = self._protocol.open_request(block, samples)
-            self._put(request)
+        self._put(request)
         return request.request_id
 
     def send_rows(self, request_id: int, first_row: int, rows: int, data: bytes) -> None:
         """Send rows of an upload, in order."""
         with self._lock:
-            self._put(self._protocol.send(Chunk(request_id, first_row, rows, data)))
+            chunk = self._protocol.send(Chunk(request_id, first_row, rows, data))
+        self._put(chunk)
 
     def answer(self, request_id: int) -> Iterator[BlockAnswer | Chunk]:
         """Yield the answer's announcement and its chunks.
@@ -138,14 +156,20 @@ class LinkSession:
         self._stream.cancel()
 
     def _put(self, event: NodeEvent | End) -> None:
+        """Queue an event; never with the lock held, which the reading thread needs to make progress."""
+        deadline = time.monotonic() + self._limits.reply_s
         while True:
             if self._done.is_set():
                 raise self._failure()
             try:
-                self._outgoing.put(event, timeout=_POLL_S)
+                return self._outgoing.put(event, timeout=_POLL_S)
             except queue.Full:
-                continue
-            return
+                self._check_deadline(deadline)
+
+    def _check_deadline(self, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            self.close()
+            raise RemoteProtocolError(f"the server made no progress for {self._limits.reply_s:g} s")
 
     def _get(self) -> ServerEvent | AnswerComplete:
         deadline = time.monotonic() + self._limits.reply_s
@@ -155,9 +179,7 @@ class LinkSession:
             except queue.Empty:
                 if self._done.is_set() and self._incoming.empty():
                     raise self._failure() from None
-                if time.monotonic() > deadline:
-                    self.close()
-                    raise RemoteProtocolError(f"the server sent nothing for {self._limits.reply_s:g} s") from None
+                self._check_deadline(deadline)
 
     def _failure(self) -> HeinferError:
         return self._error or RemoteProtocolError("the session with the server has ended")

@@ -92,8 +92,12 @@ class SealContext:
     def _load_secret(self, secret: bytes | bytearray) -> object:
         self._file.write(bytes(secret))
         key = sealapi.SecretKey()
-        key.load(self._context, self._file.path)
-        self._file.clear()
+        try:
+            key.load(self._context, self._file.path)
+        except (RuntimeError, ValueError) as error:  # what SEAL's binding raises
+            raise CiphertextError("this is no secret key of this ring: expected one made by generate_secret") from error
+        finally:
+            self._file.clear()
         return key
 
     def _template(self) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from heinfer.wire import (
     Description,
     Limits,
     QueryEvent,
+    QueryHeader,
     ResultEvent,
     ResultHeader,
     Statistics,
@@ -70,12 +72,11 @@ class NodeService:
         return Description(bundle.plan_hash, inputs, outputs, MAX_SAMPLES)
 
     def _infer(self, events: Iterator[QueryEvent]) -> Iterator[ResultEvent]:
-        header, inputs = read_query(events, self._limits)
-        samples = max((len(x) for x in inputs.values() if x.ndim), default=0)
-        if samples > MAX_SAMPLES:
-            raise InputError(f"a query may have {MAX_SAMPLES} samples, found {samples}; send several queries")
-        if header.trace_samples and not self._allow_trace:
-            raise InputError("this node does not return values inside the model; start it with --allow-trace")
+        first = next(events, None)
+        if isinstance(first, QueryHeader):
+            self._check_header(first)
+        header, inputs = read_query(itertools.chain([] if first is None else [first], events), self._limits)
+        samples = max((len(x) for x in inputs.values()), default=0)
         started = time.perf_counter()
         result = self._engine.infer(inputs, header.trace_samples)
         logger.info("query: %d samples in %.1f ms", samples, 1e3 * (time.perf_counter() - started))
@@ -84,6 +85,27 @@ class NodeService:
         yield from iterate_tensor_chunks(tensors, self._limits)
         if header.want_statistics:
             yield Statistics(result.statistics.to_json())
+
+    def _check_header(self, header: QueryHeader) -> None:
+        """Refuse a query by its announcement, before its values are read.
+
+        Raises:
+            InputError: it does not fit the model, has too many samples, or asks for what this node does not give.
+        """
+        expected = {t.name: t for t in self._engine.bundle.plan.inputs}
+        for spec in header.tensors:
+            known = expected.get(spec.name)
+            if known is None:
+                raise InputError(f"input {spec.name!r} is unknown: expected {sorted(expected)}")
+            if spec.shape[1:] != known.shape or not spec.shape or spec.dtype != known.dtype:
+                shape = ("samples", *known.shape)
+                raise InputError(
+                    f"input {spec.name!r}: expected {known.dtype} {shape}, found {spec.dtype} {spec.shape}"
+                )
+            if (spec.shape[0] or 0) > MAX_SAMPLES:
+                raise InputError(f"a query may have {MAX_SAMPLES} samples, found {spec.shape[0]}; send several queries")
+        if header.trace_samples and not self._allow_trace:
+            raise InputError("this node does not return values inside the model; start it with --allow-trace")
 
 
 def _specs(plan: Plan) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:

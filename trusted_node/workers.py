@@ -8,6 +8,7 @@ passes through private pipes.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -129,6 +130,7 @@ _seal: list[SealContext] = []
 
 
 def _prepare(parameters: RingParameters) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the node's to handle
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _seal.append(SealContext(parameters))
 

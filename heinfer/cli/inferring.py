@@ -52,7 +52,8 @@ def infer_command(
         figures = _ask(model, data.x)
     result = figures.pop("result")
     if output is not None:
-        np.save(output, result)
+        with output.open("wb") as file:  # given a name, numpy would add an ending of its own
+            np.save(file, result)
         out.print(f"Wrote {output}: {result.dtype} {result.shape}")
     _show(result, figures)
     write_json(json, {**figures, "output": result.tolist()})

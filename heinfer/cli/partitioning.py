@@ -41,9 +41,9 @@ def partition_command(
 
 def inspect_command(bundle: BundleArgument, json: JsonOption = None) -> None:
     """Show steps, parameters, security level, bytes, rounds and error bounds of a bundle."""
-    from heinfer.plan import load_node, load_server, read_plan
+    from heinfer.plan import load_node, load_server, read_bundle_plan
 
-    plan, _ = read_plan(bundle)
+    plan = read_bundle_plan(bundle)
     parties = {"server": load_server, "node": load_node}
     for name, load in parties.items():
         if (bundle / name).exists():

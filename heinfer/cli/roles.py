@@ -89,12 +89,12 @@ def node_command(
     _await_server(link, server)
     with CryptoPool(bundle.plan.ring.parameters, workers) as pool:
         engine = Engine(bundle, link, pool, limits)
-        service = NodeService(engine, listening, limits, allow_trace)
         try:
+            service = NodeService(engine, listening, limits, allow_trace)
             _run(service, f"node for {bundle.plan.model.name}, server {serving}", with_parent)
         finally:
+            link.close()  # first: what waits for the server fails at once
             engine.close()
-            link.close()
 
 
 def _await_server(link: ServerLink, server: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ from numpy.typing import NDArray
 
 from heinfer.errors import InputError
 from heinfer.plan import TensorSpec
+
+#: What numpy raises for a file that is missing, malformed, pickled, or announces more than there is memory.
+_UNREADABLE = (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +50,11 @@ def load_data(
         InputError: missing file or array, or a shape or type that does not fit.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            names = list(getattr(archive, "files", []))
+        with path.open("rb") as file:  # numpy would leave it open where the archive is damaged
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise InputError(f"{path} is no .npz file: expected named arrays, found one array")
+            names = archive.files
             if x_key not in names:
                 raise InputError(f"{path} has no array {x_key!r}, but {names}; name the samples with --x")
             if y_key is not None and y_key not in names:
@@ -54,7 +62,7 @@ def load_data(
             label_key = y_key or ("y" if "y" in names else None)
             x = archive[x_key]
             y = archive[label_key] if label_key is not None else None
-    except (OSError, ValueError, EOFError) as error:
+    except _UNREADABLE as error:
         raise InputError(f"can't read {path} as .npz: {error}") from error
     x, notes = fit(x, spec, divide)
     if y is not None:
@@ -73,8 +81,9 @@ def load_query(path: Path, spec: TensorSpec, divide: float | None = None) -> Dat
         InputError: missing or malformed file, or a shape or type that does not fit.
     """
     try:
-        x = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        with path.open("rb") as file:
+            x = np.load(file, allow_pickle=False)
+    except _UNREADABLE as error:
         raise InputError(f"can't read {path} as .npy: {error}") from error
     if not isinstance(x, np.ndarray):
         raise InputError(f"{path} is no .npy file: expected one array")

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from heinfer.client.data import fit
 from heinfer.client.environment import machine_name, versions
 from heinfer.client.local import LocalModel, local, peak_memory_bytes
 from heinfer.client.report import BlockReport, Disagreement, Report
 from heinfer.errors import InputError
-from heinfer.plan import Plan, Reference, load_node, load_reference, load_server, read_plan
+from heinfer.plan import Plan, Reference, load_node, load_reference, load_server, read_bundle_plan
 from heinfer.plan.execution import open_session
 from heinfer.processes import core_count
 from trusted_node.simulation import estimate_error
@@ -57,12 +58,13 @@ def evaluate(
         QueryFailedError: node or server failed.
     """
     folder = Path(bundle)
-    plan, _ = read_plan(folder)
+    plan = read_bundle_plan(folder)
     reference = reference or load_reference(folder, plan)
     if len(plan.inputs) != 1:
         raise InputError(f"evaluation takes models with one input, this one has {len(plan.inputs)}")
     if labels is not None and np.shape(labels) != (len(x),):
         raise InputError(f"expected {len(x)} labels, found shape {np.shape(labels)}")
+    x, _ = fit(np.asarray(x), plan.inputs[0])
     tell = progress or (lambda phase, done, total: None)
     started = time.perf_counter()
     plain = run_reference(reference.model, x, lambda done: tell("plain", done, len(x)))
@@ -165,7 +167,10 @@ def run_reference(content: bytes, x: NDArray[Any], advance: Callable[[int], None
     name = session.get_outputs()[0].name
     parts = []
     for start in range(0, len(x), step):
-        parts.append(session.run([name], {source.name: x[start : start + step]})[0])
+        try:
+            parts.append(session.run([name], {source.name: x[start : start + step]})[0])
+        except Exception as error:  # onnxruntime's exceptions share no base class of their own
+            raise InputError(f"the original model fails from sample {start} on: {error}") from error
         if start % 256 == 0:
             advance(min(start + 256, len(x)))
     return np.concatenate(parts)

@@ -19,7 +19,7 @@ from typing import IO
 
 from heinfer.client.remote import RemoteModel
 from heinfer.errors import RemoteProtocolError
-from heinfer.plan import read_plan
+from heinfer.plan import read_bundle_plan
 from heinfer.processes import child_environment
 
 START_S = 120.0
@@ -31,6 +31,7 @@ class Role:
 
     def __init__(self, name: str, arguments: list[str]) -> None:
         self.name = name
+        self._last_words = ""
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", "heinfer.cli.main", *arguments, "--listen", "127.0.0.1:0", "--with-parent"],
@@ -66,8 +67,10 @@ class Role:
 
     def last_words(self) -> str:
         """Return the end of what the process wrote to standard error."""
-        self._errors.seek(0)
-        return self._errors.read().decode(errors="replace").strip()[-2000:] or "it said nothing"
+        if not self._errors.closed:
+            self._errors.seek(0)
+            self._last_words = self._errors.read().decode(errors="replace").strip()[-2000:]
+        return self._last_words or "it said nothing"
 
     def stop(self) -> None:
         """End the process and wait for it."""
@@ -78,6 +81,10 @@ class Role:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self.last_words()
+        self._errors.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def peak_memory_bytes(self) -> int | None:
         """Return the largest resident memory of the process and its children together, None where unknown."""
@@ -111,7 +118,7 @@ def local(bundle: str | Path, *, allow_trace: bool = False) -> Iterator[LocalMod
         RemoteProtocolError: a process did not start.
     """
     folder = Path(bundle)
-    read_plan(folder)
+    read_bundle_plan(folder)
     started = time.perf_counter()
     server = Role("server", ["serve", str(folder / "server")])
     node: Role | None = None

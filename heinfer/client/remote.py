@@ -43,12 +43,14 @@ class RemoteModel:
     """A model that a node serves; a context manager, safe to use from several threads.
 
     Attributes:
+        address: where the node listens.
         description: inputs, outputs and limits, as the node states them.
     """
 
     def __init__(self, address: Address | str, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
-        self._channel = open_channel(parse_address(address) if isinstance(address, str) else address, self._limits)
+        self.address = parse_address(address) if isinstance(address, str) else address
+        self._channel = open_channel(self.address, self._limits)
         self._ids = itertools.count(1)
         try:
             self.description: Description = call_describe(self._channel, self._limits, timeout_s=CONNECT_S)

@@ -36,14 +36,23 @@ class ScaleConflictError(HeinferError):
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Row norms of one value, each array of shape (1, *shape); `distinct` while rows are different unit vectors."""
+    """Row norms of one value, each array of shape (1, *shape).
+
+    In front of the weights every element is one of the block's inputs, or zero: `origin` is its number, -1 for zero.
+    """
 
     scale: Floats
     l1: Floats
     l2: Floats
     paths: Floats
     multiplicity: Floats
-    distinct: bool = False
+    origin: Floats | None = None
+
+    @property
+    def distinct(self) -> bool:
+        """Whether no input is there twice."""
+        used = self.origin[self.origin >= 0] if self.origin is not None else np.empty(0)
+        return self.origin is not None and len(np.unique(used)) == len(used)
 
     @property
     def live(self) -> NDArray[np.bool_]:
@@ -67,9 +76,12 @@ def analyse(
         ScaleConflictError: values of different scales are added.
     """
     values: list[_Rows] = []
+    first = 0
     for shape in program.inputs:
         ones = np.ones((1, *shape))
-        values.append(_Rows(ones, ones, ones, 0 * ones, 0 * ones, distinct=True))
+        numbers = np.arange(first, first + ones.size, dtype=np.float64).reshape(ones.shape)
+        values.append(_Rows(ones, ones, ones, 0 * ones, 0 * ones, numbers))
+        first += ones.size
     for position, step in enumerate(program.steps):
         sources = [values[s] for s in sources_of(step)]
         values.append(_advance(position, step, sources, integers, scales, factors))
@@ -110,11 +122,12 @@ def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], scal
         return evaluate_step(local, {step.weights: array}, [x])
 
     l1 = apply(absolute, rows.l1)
-    l2 = np.sqrt(apply(absolute**2, rows.l2**2)) if rows.distinct else l1
+    distinct = rows.distinct
+    l2 = np.sqrt(apply(absolute**2, rows.l2**2)) if distinct else l1
     paths = apply(np.ones_like(absolute), rows.live.astype(np.float64))
     shaped = scale.reshape(-1, 1, 1) if isinstance(step, Conv) else scale
     # Copies of one input may meet several of a row's weights, at worst all.
-    multiplicity = np.ones_like(l1) if rows.distinct else paths
+    multiplicity = np.ones_like(l1) if distinct else paths
     return _Rows(np.broadcast_to(shaped, step.shape)[None].copy(), l1, l2, paths, multiplicity)
 
 
@@ -122,15 +135,14 @@ def _move(step: Take, sources: Sequence[_Rows], indices: NDArray[np.int32] | Non
     def moved(name: str, fill: float) -> Floats:
         return take([getattr(rows, name) for rows in sources], indices, step, fill)
 
-    used = indices[indices >= 0] if indices is not None else np.empty(0, np.int32)
-    distinct = all(rows.distinct for rows in sources) and len(np.unique(used)) == len(used)
+    weighted = any(rows.origin is None for rows in sources)
     return _Rows(
         moved("scale", 1.0),
         moved("l1", 0.0),
         moved("l2", 0.0),
         moved("paths", 0.0),
         moved("multiplicity", 0.0),
-        distinct,
+        None if weighted else moved("origin", -1.0),
     )
 
 

@@ -159,7 +159,11 @@ def _check_shape(position: int, step: Step, sources: list[Shape]) -> None:
                 and _window_fits(step.window, sources[0])
             )
         case WindowSum():
-            fits = len(sources[0]) == 3 and step.shape == (sources[0][0], *step.window.output)
+            fits = (
+                len(sources[0]) == 3
+                and step.shape == (sources[0][0], *step.window.output)
+                and all(k <= s for k, s in zip(step.window.kernel, _padded(step.window, sources[0]), strict=True))
+            )
         case MatMul():
             fits = len(sources[0]) >= 1 and len(step.shape) >= 1 and sources[0][:-1] == step.shape[:-1]
         case Take():
@@ -174,9 +178,13 @@ def _check_shape(position: int, step: Step, sources: list[Shape]) -> None:
 
 def _window_fits(window: Window, source: Shape) -> bool:
     """Whether the last window ends inside the padded plane."""
-    top, left, bottom, right = window.pads
-    padded = (source[1] + top + bottom, source[2] + left + right)
+    padded = _padded(window, source)
     return all(
         (window.output[i] - 1) * window.strides[i] + (window.kernel[i] - 1) * window.dilations[i] < padded[i]
         for i in range(2)
     )
+
+
+def _padded(window: Window, source: Shape) -> tuple[int, int]:
+    top, left, bottom, right = window.pads
+    return source[1] + top + bottom, source[2] + left + right

@@ -16,10 +16,12 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 Shape = tuple[Annotated[int, Field(ge=0)], ...]
-Pair = tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
-Pads = tuple[
-    Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]
-]
+#: Largest extent of a window that makes sense; keeps the kernels' indices within 64 bits.
+_EXTENT = 1 << 20
+_Length = Annotated[int, Field(ge=1, le=_EXTENT)]
+_Pad = Annotated[int, Field(ge=0, le=_EXTENT)]
+Pair = tuple[_Length, _Length]
+Pads = tuple[_Pad, _Pad, _Pad, _Pad]
 
 CONFIG = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=False)
 

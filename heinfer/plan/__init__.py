@@ -9,7 +9,7 @@ from heinfer.plan.bundle import (
     load_reference,
     load_server,
 )
-from heinfer.plan.files import read_plan
+from heinfer.plan.files import read_bundle_plan, read_plan
 from heinfer.plan.schema import (
     FORMAT_VERSION,
     Block,
@@ -39,5 +39,6 @@ __all__ = [
     "load_node",
     "load_reference",
     "load_server",
+    "read_bundle_plan",
     "read_plan",
 ]

@@ -52,6 +52,20 @@ def read_plan(folder: Path) -> tuple[Plan, bytes]:
     return plan, hashlib.sha256(content).digest()
 
 
+def read_bundle_plan(bundle: Path) -> Plan:
+    """Read the plan of a bundle and check that both parties' copies are the same.
+
+    Raises:
+        PlanError: as `read_plan`, or a copy differs.
+        ParameterError: as `read_plan`.
+    """
+    plan, plan_hash = read_plan(bundle)
+    for folder in (bundle / "server", bundle / "node"):
+        if folder.is_dir() and read_plan(folder)[1] != plan_hash:
+            raise PlanError(f"{folder / PLAN_FILE} differs from {bundle / PLAN_FILE}: partition the model again")
+    return plan
+
+
 def folder_digest(folder: Path) -> str:
     """Return the SHA-256 over names and contents of all files of a folder, plan.json aside.
 

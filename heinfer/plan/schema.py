@@ -33,7 +33,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
 class ModelInfo:
-    """The model that was partitioned: its name and the SHA-256 of its file."""
+    """The model that was partitioned: its name and the SHA-256 of reference/model.onnx, external data included."""
 
     name: str
     sha256: Digest

@@ -39,7 +39,7 @@ class Limits:
     max_samples: int = 2**15
     max_request_bytes: int = 8 * GIB
     max_open_requests: int = 8
-    max_tensors: int = 256
+    max_tensors: int = 4096
     idle_s: float = 60.0
     reply_s: float = 300.0
 

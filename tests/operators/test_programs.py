@@ -195,6 +195,17 @@ def test_analyse_of_duplicated_inputs_counts_how_many_weights_meet_one_input() -
     assert norms.l2 >= 12
 
 
+def test_analyse_of_one_input_joined_with_itself_counts_it_twice() -> None:
+    reverse = np.arange(4, dtype=np.int32)[::-1].copy()
+    steps = (Take((0,), "r", (4,)), Take((0, 1), None, (8,)), MatMul(2, "w", (3,)))
+    program = Program(((4,),), steps, (3,))
+    weights = np.random.default_rng(5).integers(1, 100, (8, 3))
+    (norms,) = analyse(program, {"r": reverse, "w": weights}, {"w": np.ones(3)}, {})
+    matrix = weights[:4] + weights[4:][::-1]
+    assert np.all(norms.multiplicity >= 2)
+    assert np.all(norms.l2 >= np.linalg.norm(matrix, axis=0))
+
+
 def test_analyse_of_values_with_different_scales_names_the_step() -> None:
     program = Program(((2,),), (MatMul(0, "a", (2,)), MatMul(0, "b", (2,)), Sum((1, 2), (1, 1), (2,))), (3,))
     weights = np.ones((2, 2), np.int16)

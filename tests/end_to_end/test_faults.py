@@ -1,0 +1,430 @@
+"""Faults of every kind, at the command line and at both ports: one clear error, nothing half-written, no hang."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from heinfer.client import LocalModel, connect
+from heinfer.errors import HeinferError
+from heinfer.plan import load_node, load_server, read_plan
+from heinfer.wire import (
+    BlockRequest,
+    Chunk,
+    End,
+    Failure,
+    FailureCode,
+    Hello,
+    Limits,
+    QueryFailureCode,
+    Ready,
+    call_session,
+    open_channel,
+    parse_address,
+    row_bytes,
+)
+from heinfer.wire.query_codec import decode_result_event
+from partitioner import partition
+from tests.parties import WatchedPool, command, parties, refusal, start
+from tests.small_models import dense_model
+
+X = np.ones((2, 3), np.float32)
+
+
+@pytest.fixture
+def copy(dense_bundle: Path, tmp_path: Path) -> Path:
+    """A bundle that a test may break."""
+    return Path(shutil.copytree(dense_bundle, tmp_path / "bundle"))
+
+
+@pytest.fixture(scope="module")
+def address(dense: LocalModel) -> str:
+    """Where a healthy node listens."""
+    return str(dense.address)
+
+
+def edit_plan(folder: Path, **changes: object) -> None:
+    """Change plan.json in a bundle and both its parties' folders."""
+    for path in (folder, folder / "server", folder / "node"):
+        plan = json.loads((path / "plan.json").read_text())
+        (path / "plan.json").write_text(json.dumps({**plan, **changes}))
+
+
+# --- queries -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (np.ones((2, 4), np.float32), r"expected shape (samples, 3), found (2, 4)"),
+        (np.ones((2, 3), np.uint8), "--divide"),
+        (np.full((2, 3), "a"), "expected numbers"),
+        (np.full((2, 3), np.nan, np.float32), "NaN or infinity"),
+        (np.array([[1, np.inf, 2]], np.float32), "NaN or infinity"),
+        (np.zeros((0, 3), np.float32), "no samples"),
+    ],
+    ids=["shape", "integers", "text", "nan", "infinity", "empty"],
+)
+def test_infer_query_that_does_not_fit_is_refused_and_nothing_written(
+    address: str, tmp_path: Path, array: np.ndarray, reason: str
+) -> None:
+    np.save(tmp_path / "query.npy", array)
+    result, figures = tmp_path / "result.npy", tmp_path / "figures.json"
+    said = refusal("infer", "--node", address, tmp_path / "query.npy", "-o", result, "--json", figures)
+    assert reason in said
+    assert not result.exists()
+    assert not figures.exists()
+
+
+def test_infer_pickled_query_is_refused(address: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "query.npy", np.array([{}, 1], object), allow_pickle=True)
+    assert "can't read" in refusal("infer", "--node", address, tmp_path / "query.npy")
+
+
+def test_infer_without_a_node_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "query.npy", X)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert "no node answers" in refusal("infer", "--node", f"127.0.0.1:{port}", tmp_path / "query.npy")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--node", "127.0.0.1:1", "--bundle", "b"]])
+def test_infer_with_neither_or_both_of_node_and_bundle_is_a_usage_error(tmp_path: Path, arguments: list[str]) -> None:
+    np.save(tmp_path / "query.npy", X)
+    done = command("infer", tmp_path / "query.npy", *arguments)
+    assert done.code == 2
+    assert "--node or --bundle" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("arrays", "arguments", "reason"),
+    [
+        ({"images": X}, [], "no array 'x'"),
+        ({"x": X, "y": np.zeros(2, int)}, ["--y", "classes"], "no array 'classes'"),
+        ({"x": X, "y": np.zeros(3, int)}, [], "labels must be 2 integers"),
+        ({"x": np.ones((2, 3), np.uint8)}, [], "--divide"),
+        ({"x": np.full((2, 3), np.nan, np.float32)}, [], "NaN or infinity"),
+    ],
+    ids=["no samples", "no labels", "label count", "integers", "nan"],
+)
+def test_evaluate_data_that_do_not_fit_are_refused(
+    dense_bundle: Path, tmp_path: Path, arrays: dict[str, np.ndarray], arguments: list[str], reason: str
+) -> None:
+    np.savez(tmp_path / "data.npz", **arrays)
+    report = tmp_path / "report.json"
+    done = command("evaluate", dense_bundle, "--data", tmp_path / "data.npz", "--json", report, *arguments)
+    assert done.code == 1, done
+    assert reason in done.err
+    assert "Traceback" not in done.err
+    assert "Warning" not in done.err
+    assert not report.exists()
+
+
+# --- bundles -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["", "plan.json", "weights.safetensors"])
+def test_serve_with_parts_missing_is_refused(copy: Path, missing: str) -> None:
+    target = copy / "server" / missing
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    said = refusal("serve", copy / "server", "--listen", "127.0.0.1:0")
+    assert str(copy / "server") in said
+
+
+@pytest.mark.parametrize("missing", ["", "plan.json", "scales.safetensors", "node_1.onnx"])
+def test_node_with_parts_missing_is_refused(copy: Path, missing: str) -> None:
+    target = copy / "node" / missing
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    said = refusal("node", copy / "node", "--server", "127.0.0.1:9", "--listen", "127.0.0.1:0")
+    assert str(copy / "node") in said
+
+
+@pytest.mark.parametrize("part", ["server/weights.safetensors", "node/scales.safetensors", "node/node_1.onnx"])
+def test_inspect_edited_bundle_is_refused(copy: Path, part: str) -> None:
+    content = bytearray((copy / part).read_bytes())
+    content[-1] ^= 1
+    (copy / part).write_bytes(content)
+    assert "changed, added or lost" in refusal("inspect", copy)
+
+
+def test_inspect_bundle_with_a_file_added_is_refused(copy: Path) -> None:
+    (copy / "node" / "extra.onnx").write_bytes(b"x")
+    assert "changed, added or lost" in refusal("inspect", copy)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "reference"])
+def test_evaluate_bundle_with_parts_missing_is_refused(copy: Path, tmp_path: Path, name: str) -> None:
+    np.savez(tmp_path / "data.npz", x=X)
+    target = copy / name
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    assert "missing" in refusal("evaluate", copy, "--data", tmp_path / "data.npz")
+
+
+def test_evaluate_other_model_in_reference_is_refused(copy: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", x=X)
+    dense_model(copy / "reference" / "model.onnx", seed=7)
+    assert "not the model" in refusal("evaluate", copy, "--data", tmp_path / "data.npz")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format_version": 2}', "\x00\xff"])
+def test_inspect_plan_that_is_none_is_refused(copy: Path, text: str) -> None:
+    (copy / "plan.json").write_bytes(text.encode("latin-1"))
+    assert "not a plan" in refusal("inspect", copy)
+
+
+RINGS = {
+    "degree too small": {"degree": 1024, "modulus": 1125899906826241},
+    "modulus too large": {"degree": 2048, "modulus": 2**54 + 1},
+    "not prime": {"degree": 2048, "modulus": 1125899906826241 - 2**12},
+    "no such degree": {"degree": 2000, "modulus": 1125899906826241},
+}
+
+
+@pytest.mark.parametrize(
+    ("party", "ring"), [("serve", "degree too small"), ("node", "degree too small"), *(("inspect", r) for r in RINGS)]
+)
+def test_parameters_outside_the_security_table_are_refused(copy: Path, party: str, ring: str) -> None:
+    edit_plan(copy, ring=RINGS[ring])  # plan.json is outside the digests: nothing else would notice
+    arguments = {
+        "serve": ["serve", copy / "server", "--listen", "127.0.0.1:0"],
+        "node": ["node", copy / "node", "--server", "127.0.0.1:9", "--listen", "127.0.0.1:0"],
+        "inspect": ["inspect", copy],
+    }
+    said = refusal(*arguments[party])
+    assert "degree" in said or "modulus" in said
+
+
+# --- both parties --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server_address(dense: LocalModel, dense_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of the small model that is a process of its own."""
+    with start(
+        tmp_path_factory.mktemp("server") / "errors", "serve", str(dense_bundle / "server"), "--listen", "127.0.0.1:0"
+    ) as server:
+        yield server.address
+        assert server.process.poll() is None  # it survived all that these tests sent
+        assert "Traceback" not in server.said()
+
+
+def test_node_with_another_plan_than_the_server_s_is_refused(server_address: str, tmp_path: Path) -> None:
+    partition(dense_model(tmp_path / "other.onnx", seed=9), tmp_path / "bundle")
+    said = refusal("node", tmp_path / "bundle" / "node", "--server", server_address, "--listen", "127.0.0.1:0")
+    assert "PLAN" in said
+
+
+def test_port_in_use_is_refused_by_both(server_address: str, dense_bundle: Path) -> None:
+    assert "port is in use" in refusal("serve", dense_bundle / "server", "--listen", server_address)
+    said = refusal("node", dense_bundle / "node", "--server", server_address, "--listen", server_address)
+    assert "port is in use" in said
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1", "127.0.0.1:99999", "0.0.0.0:0", ":7700", "a b:1"])
+def test_serve_address_that_is_none_or_not_loopback_is_refused(dense_bundle: Path, listen: str) -> None:
+    refusal("serve", dense_bundle / "server", "--listen", listen)
+
+
+def garbage() -> list[bytes]:
+    generator = np.random.default_rng(0)
+    return [
+        b"",
+        b"\0",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        generator.bytes(100_000),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + generator.bytes(5000),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff\xff\xff\x00\x00\x00\x00\x00\x01",
+    ]
+
+
+def throw_at(address: str, data: bytes) -> None:
+    """Send raw bytes and close, whatever the peer does."""
+    target = parse_address(address)
+    with socket.create_connection((target.host, target.port), timeout=5) as raw:
+        raw.settimeout(0.2)
+        try:
+            raw.sendall(data)
+            raw.recv(1000)
+        except OSError:
+            pass
+
+
+def call(address: str, method: str, *payloads: bytes) -> list[bytes]:
+    """Call a streaming method with payloads as they are; return the answers, up to an error."""
+    options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+    answers: list[bytes] = []
+    status = grpc.StatusCode.OK
+    with grpc.insecure_channel(address, options=options) as channel:
+        try:
+            for answer in channel.stream_stream(method)(iter(payloads), timeout=10):
+                answers.append(answer)
+        except grpc.RpcError as error:
+            status = error.code()
+    assert status is not grpc.StatusCode.DEADLINE_EXCEEDED, "the service hangs"
+    return answers
+
+
+def ask_server(address: str, folder: Path, change: object = None) -> list[object]:
+    """Hold one whole session for block 0 with zeros as ciphertexts; return what the server said."""
+    bundle = load_server(folder)
+    block = bundle.plan.blocks[0]
+    data = bytes(block.input_rows * row_bytes(1, bundle.plan.ring.degree))
+    session = bytes(16)
+    events = [
+        Hello(bundle.plan_hash, session),
+        BlockRequest(session, bundle.plan_hash, 0, 1, 1, block.input_rows),
+        Chunk(1, 0, block.input_rows, data),
+        End(),
+    ]
+    if change is not None:
+        events = change(events)  # type: ignore[operator]
+    said: list[object] = []
+    with open_channel(parse_address(address), Limits()) as channel:
+        for event in call_session(channel, events, Limits(), timeout_s=10):
+            said.append(event)
+    return said
+
+
+def answers_properly(address: str, folder: Path) -> bool:
+    said = ask_server(address, folder)
+    return len(said) == 3 and isinstance(said[0], Ready) and isinstance(said[2], Chunk) and said[2].rows == 4
+
+
+def test_server_survives_raw_garbage(server_address: str, dense_bundle: Path) -> None:
+    for data in garbage():
+        throw_at(server_address, data)
+    assert answers_properly(server_address, dense_bundle / "server")
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\xff" * 50, b"\x0a\x05abc", bytes(5 * 2**20)], ids=["empty", "noise", "truncated", "oversized"]
+)
+def test_server_survives_messages_that_are_none(server_address: str, dense_bundle: Path, payload: bytes) -> None:
+    from heinfer.wire.codec import decode_server_event
+
+    said = call(server_address, "/heinfer.wire.Evaluator/Session", payload)
+    answers = [decode_server_event(data, Limits()) for data in said]
+    oversized = len(payload) > Limits().message_bytes  # gRPC refuses these unread
+    assert answers == ([] if oversized else [Failure(FailureCode.FAILED)])
+    assert answers_properly(server_address, dense_bundle / "server")
+
+
+def _residues_beyond(events: list[object]) -> list[object]:
+    chunk = events[2]
+    assert isinstance(chunk, Chunk)
+    return [*events[:2], Chunk(1, 0, chunk.rows, b"\xff" * len(chunk.data)), End()]
+
+
+def _too_few_bytes(events: list[object]) -> list[object]:
+    chunk = events[2]
+    assert isinstance(chunk, Chunk)
+    return [*events[:2], Chunk(1, 0, chunk.rows, chunk.data[:-1]), End()]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_residues_beyond, _too_few_bytes, lambda e: [*e[:2], End()], lambda e: e[1:], lambda e: [*e[:2], e[1], End()]],
+    ids=["residues beyond q", "bytes missing", "rows missing", "no greeting", "announced twice"],
+)
+def test_server_says_failed_and_survives(server_address: str, dense_bundle: Path, change: object) -> None:
+    said = ask_server(server_address, dense_bundle / "server", change)
+    assert said[-1] == Failure(FailureCode.FAILED)
+    assert not any(isinstance(event, Chunk) for event in said)
+    assert answers_properly(server_address, dense_bundle / "server")
+
+
+def test_node_survives_raw_garbage(dense: LocalModel, address: str) -> None:
+    for data in garbage():
+        throw_at(address, data)
+    assert dense.predict(X).shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\xff" * 50, b"\x0a\x05abc", bytes(5 * 2**20)], ids=["empty", "noise", "truncated", "oversized"]
+)
+def test_node_survives_messages_that_are_none(dense: LocalModel, address: str, payload: bytes) -> None:
+    answers = [decode_result_event(data, Limits()) for data in call(address, "/heinfer.wire.Node/Infer", payload)]
+    oversized = len(payload) > Limits().message_bytes
+    assert [getattr(answer, "code", None) for answer in answers] == ([] if oversized else [QueryFailureCode.INPUT])
+    assert dense.predict(X).shape == (2, 2)
+
+
+def test_node_survives_an_answer_whose_residues_exceed_the_modulus(dense_bundle: Path, pool: WatchedPool) -> None:
+    with parties(dense_bundle, pool) as both:
+        honest = both.evaluator.evaluate
+        both.evaluator.evaluate = lambda block, x: honest(block, x) * 0 + 2**50 - 1  # type: ignore[method-assign]
+        with pytest.raises(HeinferError, match=r"residue|modulus"):
+            both.engine.infer({"x": X})
+        both.evaluator.evaluate = honest  # type: ignore[method-assign]
+        assert both.engine.infer({"x": X}).outputs["y"].shape == (2, 2)
+        assert not any(any(secret) for secret in pool.live)
+
+
+@pytest.mark.slow
+def test_server_killed_in_mid_inference_is_an_error_at_once_and_the_node_recovers(
+    lenet_bundle: Path, lenet_samples: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    x = lenet_samples["x"][:200]
+    serve = ("serve", str(lenet_bundle / "server"), "--listen")
+    with start(tmp_path / "first", *serve, "127.0.0.1:0") as server:
+        listen = server.address
+        with (
+            start(
+                tmp_path / "node", "node", str(lenet_bundle / "node"), "--server", listen, "--listen", "127.0.0.1:0"
+            ) as node,
+            connect(node.address) as model,
+        ):
+            outcome: list[object] = []
+
+            def ask() -> None:
+                try:
+                    outcome.append(model.predict(x))
+                except HeinferError as error:
+                    outcome.append(error)
+
+            client = threading.Thread(target=ask)
+            client.start()
+            time.sleep(0.5)  # the query takes more than a second
+            assert client.is_alive()
+            killed = time.monotonic()
+            os.kill(server.process.pid, signal.SIGKILL)
+            client.join(20)
+            assert time.monotonic() - killed < 5
+            assert len(outcome) == 1
+            assert isinstance(outcome[0], HeinferError), outcome
+            assert getattr(outcome[0], "code", None) is QueryFailureCode.SERVER
+            started = time.monotonic()
+            with pytest.raises(HeinferError):
+                model.predict(x[:1])
+            assert time.monotonic() - started < 5
+            assert node.process.poll() is None
+            with start(tmp_path / "second", *serve, listen):
+                deadline = time.monotonic() + 15
+                while True:
+                    try:
+                        found = model.predict(x[:1])
+                        break
+                    except HeinferError:
+                        assert time.monotonic() < deadline, "the node does not find the server again"
+                        time.sleep(0.2)
+                assert found.shape == (1, 10)
+        assert "Traceback" not in node.said()
+
+
+def test_plan_hash_is_that_of_both_parties_files(dense_bundle: Path) -> None:
+    _, plan_hash = read_plan(dense_bundle)
+    assert load_server(dense_bundle / "server").plan_hash == plan_hash == load_node(dense_bundle / "node").plan_hash
+    assert hashlib.sha256((dense_bundle / "plan.json").read_bytes()).digest() == plan_hash

@@ -1,0 +1,176 @@
+"""Both parties, for tests: in this process over real sockets and watched, or as processes of the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from heinfer.plan import ServerBundle, load_node, load_server
+from heinfer.processes import child_environment
+from heinfer.ring import RingParameters
+from heinfer.server.evaluation import BlockEvaluator
+from heinfer.server.service import EvaluatorService
+from heinfer.wire import Address, Limits
+from trusted_node.engine import Engine, block_shapes
+from trusted_node.link import ServerLink
+from trusted_node.service import NodeService
+from trusted_node.workers import CryptoPool, Encrypted
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+LOOPBACK = Address("127.0.0.1", 0)
+COMMAND = (sys.executable, "-m", "heinfer.cli.main")
+NODE_READY_S = 60.0
+
+
+class WatchedEvaluator(BlockEvaluator):
+    """Notes (block, columns) of every request; `fail` makes the next ones raise."""
+
+    def __init__(self, bundle: ServerBundle) -> None:
+        super().__init__(bundle)
+        self.requests: list[tuple[int, int]] = []
+        self.fail = False
+
+    def evaluate(self, block: int, residues: np.ndarray) -> np.ndarray:
+        self.requests.append((block, residues.shape[1]))
+        if self.fail:
+            raise RuntimeError("asked to fail")
+        return super().evaluate(block, residues)
+
+
+class WatchedPool(CryptoPool):
+    """Keeps what a node must not give away: secrets (the live objects and copies of them) and scales."""
+
+    def __init__(self, parameters: RingParameters, workers: int | None = None) -> None:
+        super().__init__(parameters, workers)
+        self.forget()
+
+    def forget(self) -> None:
+        self.live: list[bytearray] = []
+        self.secrets: list[bytes] = []
+        self.scales: list[np.ndarray] = []
+
+    def generate_secret(self) -> bytearray:
+        secret = super().generate_secret()
+        self.live.append(secret)
+        self.secrets.append(bytes(secret))
+        return secret
+
+    def encrypt(self, secret: bytes, values: np.ndarray, scale: np.ndarray) -> Future[Encrypted]:
+        self.scales.append(scale.copy())
+        return super().encrypt(secret, values, scale)
+
+
+@dataclass
+class Parties:
+    """Server and node in this process, with a real connection between them."""
+
+    evaluator: WatchedEvaluator
+    server: EvaluatorService
+    engine: Engine
+    node: NodeService
+    pool: WatchedPool
+
+
+@contextmanager
+def parties(bundle: Path, pool: WatchedPool, through: Any = None) -> Iterator[Parties]:
+    """Start both; `through(address)` may put something between them and return its address."""
+    limits = Limits()
+    pool.forget()
+    evaluator = WatchedEvaluator(load_server(bundle / "server"))
+    server = EvaluatorService(evaluator, LOOPBACK, limits)
+    address = server.address if through is None else through(server.address)
+    node_bundle = load_node(bundle / "node")
+    link = ServerLink(address, node_bundle.plan_hash, block_shapes(node_bundle.plan), limits)
+    engine = Engine(node_bundle, link, pool, limits)
+    node = NodeService(engine, LOOPBACK, limits, allow_trace=True)
+    try:
+        yield Parties(evaluator, server, engine, node, pool)
+    finally:
+        node.stop(0)
+        engine.close()
+        link.close()
+        server.stop(0)
+
+
+@dataclass
+class Process:
+    """A party started from the command line."""
+
+    process: subprocess.Popen[bytes]
+    errors: Path
+    address: str = field(default="")
+
+    def said(self) -> str:
+        """What it wrote to standard error."""
+        return self.errors.read_text(errors="replace")
+
+
+@contextmanager
+def start(errors: Path, *arguments: str) -> Iterator[Process]:
+    """Run `heinfer [options] serve|node ...` until the block ends; it has said where it listens."""
+    with errors.open("wb") as sink:
+        process = subprocess.Popen(
+            [*COMMAND, *arguments, "--with-parent"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, env=child_environment(), cwd=REPOSITORY,
+        )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    timer = threading.Timer(NODE_READY_S, process.kill)
+    timer.start()
+    try:
+        line = process.stdout.readline()
+        timer.cancel()
+        assert line, f"it did not start: {errors.read_text()}"
+        yield Process(process, errors, json.loads(line)["listening"])
+    finally:
+        timer.cancel()
+        process.stdin.close()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def command(*arguments: object, timeout_s: float = 120) -> Outcome:
+    """Run `heinfer ...` to its end."""
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, cwd=REPOSITORY,
+        env={**child_environment(), "COLUMNS": "200", "NO_COLOR": "1"},
+    )  # fmt: skip
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def refusal(*arguments: object) -> str:
+    """Run a command that must be refused; return its one line of reason.
+
+    The line is on standard error, there is nothing else and no traceback, and the exit code is 1.
+    """
+    done = command(*arguments)
+    assert done.code == 1, done
+    assert "Traceback" not in done.err + done.out, done
+    lines = done.err.strip().splitlines()
+    assert len(lines) == 1, done.err
+    assert lines[0].startswith("heinfer: "), lines
+    return lines[0]
