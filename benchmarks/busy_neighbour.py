@@ -1,4 +1,4 @@
-"""How an evaluation fares beside a process that keeps one core busy: nobody spins, so it may take twice as long at most.
+"""How an evaluation fares beside a process that keeps one core busy: nobody spins, so it takes at most twice as long.
 
     python benchmarks/busy_neighbour.py [--json benchmarks/results/busy_neighbour.json]
 

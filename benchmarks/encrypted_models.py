@@ -2,8 +2,8 @@
 
     python benchmarks/encrypted_models.py [--shared ../shared] [--json benchmarks/results/encrypted_models.json]
 
-Needs the folder shared (MNIST and the models that others trained). Each model is partitioned into a temporary folder and
-evaluated by `heinfer evaluate`'s own function: three processes, real sockets.
+Needs the folder shared (MNIST and the models that others trained). Each model is partitioned into a temporary folder
+and evaluated by `heinfer evaluate`'s own function: three processes, real sockets.
 """
 
 from __future__ import annotations

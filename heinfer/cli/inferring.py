@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -40,6 +41,7 @@ def infer_command(
     from heinfer.client import connect, local
     from heinfer.client.data import load_query
     from heinfer.plan import TensorSpec
+    from heinfer.plan.files import write_file
 
     if not query.is_file():
         raise typer.BadParameter(f"{query} does not exist", param_hint="QUERY.npy")
@@ -52,8 +54,9 @@ def infer_command(
         figures = _ask(model, data.x)
     result = figures.pop("result")
     if output is not None:
-        with output.open("wb") as file:  # given a name, numpy would add an ending of its own
-            np.save(file, result)
+        content = io.BytesIO()
+        np.save(content, result)
+        write_file(output, content.getvalue())
         out.print(f"Wrote {output}: {result.dtype} {result.shape}")
     _show(result, figures)
     write_json(json, {**figures, "output": result.tolist()})

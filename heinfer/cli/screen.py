@@ -26,7 +26,9 @@ BundleArgument = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Folder w
 def write_json(path: Path | None, content: Any) -> None:
     """Write figures where they were asked for."""
     if path is not None:
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        from heinfer.plan.files import write_file
+
+        write_file(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def table(*columns: str, title: str | None = None, right: tuple[int, ...] = ()) -> Table:

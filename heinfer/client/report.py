@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from heinfer.plan.files import write_file
+
 
 @dataclass(frozen=True, slots=True)
 class BlockReport:
@@ -119,4 +121,4 @@ class Report:
 
     def write_json(self, path: str | Path) -> None:
         """Write the report as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        write_file(Path(path), (json.dumps(self.to_dict(), indent=1) + "\n").encode())

@@ -115,6 +115,23 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, path)
 
 
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file as a whole or not at all; what is no plain file (/dev/stdout, a pipe) is written to directly.
+
+    Raises:
+        OSError: it can't be written; an earlier file is left as it was.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    work = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        work.write_bytes(content)
+        os.replace(work, path)
+    finally:
+        work.unlink(missing_ok=True)
+
+
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `target` when the block ends without an error; else nothing is left.

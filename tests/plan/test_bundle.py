@@ -28,10 +28,11 @@ from heinfer.plan import (
     load_node,
     load_reference,
     load_server,
+    read_bundle_plan,
     read_plan,
 )
 from heinfer.plan.bundle import pack_terms
-from heinfer.plan.files import atomic_folder, folder_digest, read_arrays, write_arrays, write_plan
+from heinfer.plan.files import atomic_folder, folder_digest, read_arrays, write_arrays, write_file, write_plan
 from heinfer.ring import RingParameters, RowNorms
 from partitioner import partition
 
@@ -331,3 +332,33 @@ def test_atomic_folder_below_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HeinferError), atomic_folder(tmp_path / "file" / "target"):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("party", ["server", "node"])
+def test_read_bundle_plan_with_another_plan_in_a_folder_is_refused(
+    party: str, dense_bundle: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(dense_bundle, folder)
+    read_bundle_plan(folder)
+    path = folder / party / "plan.json"
+    content = json.loads(path.read_text())
+    content["model"]["name"] = "another"
+    path.write_text(json.dumps(content))
+    with pytest.raises(PlanError, match="differs"):
+        read_bundle_plan(folder)
+
+
+def test_write_file_that_fails_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "figures.json"
+    write_file(path, b"earlier")
+
+    def full(self: Path, content: bytes) -> int:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        write_file(path, b"later")
+    assert path.read_bytes() == b"earlier"
+    assert [p.name for p in tmp_path.iterdir()] == ["figures.json"]

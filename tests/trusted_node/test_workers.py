@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
 import numpy as np
+import psutil
 import pytest
 
 from heinfer.errors import CiphertextError
+from heinfer.processes import child_environment
+from heinfer.ring import RingParameters
 from heinfer.ring.parameters import NOISE_LIMIT
 from heinfer.wire import row_bytes
-from tests.parties import WatchedPool
-from trusted_node.workers import RowTerms
+from tests.parties import REPOSITORY, WatchedPool
+from trusted_node.workers import CryptoPool, RowTerms
 
 
 @pytest.mark.parametrize("samples", [1, 5, 2048])
@@ -36,3 +44,45 @@ def test_crypto_pool_decrypt_refuses_residues_beyond_the_modulus(pool: WatchedPo
 
 def test_crypto_pool_generate_secret_never_repeats(pool: WatchedPool) -> None:
     assert len({bytes(pool.generate_secret()) for _ in range(50)}) == 50
+
+
+def test_crypto_pool_after_a_worker_died_fails_its_task_and_starts_anew() -> None:
+    one = np.ones(1)
+    with CryptoPool(RingParameters.default(), workers=1) as pool:
+        secret = bytes(pool.generate_secret())
+        (worker,) = pool._executor._processes.values()
+        worker.kill()
+        worker.join()
+        with pytest.raises(BrokenProcessPool):
+            ask_until_it_breaks(pool)
+        assert len(pool.encrypt(secret, np.ones((2, 1), np.float32), one).result().rows) == 2 * row_bytes(1, 2048)
+
+
+def ask_until_it_breaks(pool: CryptoPool) -> None:
+    """Give the pool work that goes on until it has noticed that a worker is gone."""
+    while True:
+        pool._executor.submit(int).result()
+
+
+ORPHANS = """
+import os, sys
+from heinfer.ring import RingParameters
+from trusted_node.workers import CryptoPool
+if __name__ == "__main__":
+    pool = CryptoPool(RingParameters.default(), workers=1)
+    print(*pool._executor._processes, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_worker_of_a_killed_node_ends_by_itself(tmp_path: Path) -> None:
+    script = tmp_path / "node.py"
+    script.write_text(ORPHANS)
+    environment = {**child_environment(), "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as node:
+        assert node.stdout is not None
+        (worker,) = map(psutil.Process, map(int, node.stdout.readline().split()))
+        node.kill()
+        assert psutil.wait_procs([worker], timeout=20)[0] == [worker]

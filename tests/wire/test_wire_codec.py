@@ -167,7 +167,7 @@ HOSTILE = {
     "no name": ("query_event", _query(_spec(name=""))),
     "long name": ("query_event", _query(_spec(name="x" * 1025))),
     "same name twice": ("query_event", _query(_spec(), _spec())),
-    "too many tensors": ("query_event", _query(*(_spec(name=str(k)) for k in range(Limits().max_tensors + 1)))),
+    "too many tensors": ("query_event", _query(*(_spec(name=str(k)) for k in range(LIMITS.max_tensors + 1)))),
     "negative dimension": ("query_event", _query(_spec(dims=(-2,)))),
     "open dimension": ("query_event", _query(_spec(dims=(-1, 3)))),
     "rank 33": ("query_event", _query(_spec(dims=(1,) * 33))),
