@@ -81,7 +81,7 @@ def show(report: Report) -> None:
         f"{report.error_estimate:.1e}, bound of the last block {report.error_bound:.1e}"
     )
     out.print(
-        f"{report.images_per_s:.0f} samples/s, one query {report.latency_s:.2f} s, {report.rounds} rounds, "
+        f"{report.images_per_s:.3g} samples/s, one query {report.latency_s:.2f} s, {report.rounds} rounds, "
         f"{size(report.bytes_up)} up, {size(report.bytes_down)} down"
     )
     out.print(_block_table(report))

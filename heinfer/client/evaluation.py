@@ -2,7 +2,7 @@
 
 x --> onnxruntime, the original model -----------------------> plain outputs -+
 x --> node --> server --> node, in groups of N samples ------> outputs -------+--> Report
-a few samples --> the same, values around every block -------> errors, bounds +
+                    values around every block, first samples ----> errors, bounds +
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from trusted_node.simulation import estimate_error
 
 #: Queries in flight: the node works on as many groups.
 QUERIES_IN_FLIGHT = 3
+#: Queries of one sample whose median is the latency; fewer where they take long.
 LATENCY_QUERIES = 5
+LATENCY_BUDGET_S = 10.0
 TRACED_SAMPLES = 32
 Progress = Callable[[str, int, int], None]
 
@@ -76,9 +78,7 @@ def evaluate(
     tell("estimate", 1, 1)
     with local(folder, allow_trace=True) as model:
         run = _run_encrypted(model, plan, x, tell)
-        tell("latency", 0, LATENCY_QUERIES)
         latency_s = _measure_latency(model, x[:1], tell)
-        trace = model.query(traced, trace_samples=len(traced)).trace
         server_role, node_role = model.roles
         memory = {"server": server_role.peak_memory_bytes(), "node": node_role.peak_memory_bytes()}
         start_s = model.start_s
@@ -99,7 +99,7 @@ def evaluate(
         bytes_down=sum(b["bytes_down"] for b in run.blocks),
         rounds=plan.rounds,
         node_operators_s=run.node_s,
-        blocks=[_report_block(plan, i, costs, reference, trace) for i, costs in enumerate(run.blocks)],
+        blocks=[_report_block(plan, i, costs, reference, run.trace) for i, costs in enumerate(run.blocks)],
         traced_samples=len(traced),
         parameters=ring_figures(plan),
         peak_memory_bytes=memory,
@@ -116,24 +116,30 @@ class _Run:
     error_bound: float
     node_s: float
     blocks: list[dict[str, Any]]
+    trace: dict[str, NDArray[Any]]
 
 
 def _run_encrypted(model: LocalModel, plan: Plan, x: NDArray[Any], tell: Progress) -> _Run:
-    """Send all samples, N at a time, several queries in flight."""
+    """Send all samples, N at a time, several queries in flight; the first query also traces its leading samples."""
     degree = plan.ring.degree
     starts = range(0, len(x), degree)
     parts: dict[int, NDArray[Any]] = {}
+    trace: dict[str, NDArray[Any]] = {}
     totals: list[dict[str, Any]] = [{} for _ in plan.blocks]
     bound = node_s = 0.0
     done = 0
     tell("encrypted", 0, len(x))
     started = time.perf_counter()
     with ThreadPoolExecutor(QUERIES_IN_FLIGHT) as pool:
-        futures = {pool.submit(model.query, x[s : s + degree], statistics=True): s for s in starts}
+        futures = {
+            pool.submit(model.query, x[s : s + degree], statistics=True, trace_samples=0 if s else TRACED_SAMPLES): s
+            for s in starts
+        }
         try:
             for future in as_completed(futures):
                 answer = future.result()
                 start = futures[future]
+                trace.update(answer.trace)
                 parts[start] = answer.outputs[plan.outputs[0].name]
                 statistics = answer.statistics
                 bound, node_s = max(bound, statistics["error_bound"]), node_s + statistics["node_s"]
@@ -146,16 +152,18 @@ def _run_encrypted(model: LocalModel, plan: Plan, x: NDArray[Any], tell: Progres
             for future in futures:
                 future.cancel()
     seconds = time.perf_counter() - started
-    return _Run(np.concatenate([parts[s] for s in starts]), seconds, bound, node_s, totals)
+    return _Run(np.concatenate([parts[s] for s in starts]), seconds, bound, node_s, totals, trace)
 
 
 def _measure_latency(model: LocalModel, x: NDArray[Any], tell: Progress) -> float:
-    times = []
-    for i in range(LATENCY_QUERIES):
+    times: list[float] = []
+    tell("latency", 0, LATENCY_QUERIES)
+    while len(times) < LATENCY_QUERIES and sum(times) < LATENCY_BUDGET_S:
         started = time.perf_counter()
         model.predict(x)
         times.append(time.perf_counter() - started)
-        tell("latency", i + 1, LATENCY_QUERIES)
+        tell("latency", len(times), LATENCY_QUERIES)
+    tell("latency", LATENCY_QUERIES, LATENCY_QUERIES)
     return float(np.median(times))
 
 
