@@ -81,7 +81,7 @@ def show(report: Report) -> None:
         f"{report.error_estimate:.1e}, bound of the last block {report.error_bound:.1e}"
     )
     out.print(
-        f"{report.images_per_s:.3g} samples/s, one query {report.latency_s:.2f} s, {report.rounds} rounds, "
+        f"{rate(report.images_per_s)} samples/s, one query {report.latency_s:.2f} s, {report.rounds} rounds, "
         f"{size(report.bytes_up)} up, {size(report.bytes_down)} down"
     )
     out.print(_block_table(report))
@@ -92,6 +92,11 @@ def show(report: Report) -> None:
         f"{report.mode} mode"
     )
     out.print(f"peak memory: {memory or 'unknown'}; {report.machine}, {report.cores} cores")
+
+
+def rate(per_second: float) -> str:
+    """Return a rate with two digits at least."""
+    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2g}"
 
 
 def _block_table(report: Report) -> object:
