@@ -6,7 +6,6 @@ ensures   a bundle that `heinfer.plan` loads, written as a whole or not at all
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,8 +203,3 @@ def _spec(value: ir.Value, types: Mapping[str, int], shapes: Mapping[str, Shape]
             [Offence(name, "input or output", "its shape stays dynamic, or the batch does not lead it")],
         )
     return TensorSpec(name, shape, dtype)
-
-
-def model_digest(content: bytes) -> str:
-    """Return the SHA-256 of a serialised model."""
-    return hashlib.sha256(content).hexdigest()

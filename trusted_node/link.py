@@ -47,7 +47,6 @@ class ServerLink:
     """
 
     def __init__(self, address: Address, plan_hash: bytes, blocks: Sequence[BlockShape], limits: Limits) -> None:
-        self._address = address
         self._plan_hash = plan_hash
         self._blocks = tuple(blocks)
         self._limits = limits

@@ -58,10 +58,6 @@ class NodeService:
         self.address = bind(self._server, address)
         self._server.start()
 
-    def wait(self) -> None:
-        """Block until the service stops."""
-        self._server.wait_for_termination()
-
     def stop(self, grace_s: float = 5.0) -> None:
         """Refuse new queries, let running ones end within the grace, then stop."""
         self._server.stop(grace_s).wait()

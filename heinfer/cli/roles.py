@@ -31,9 +31,6 @@ class Service(Protocol):
 
     address: Any
 
-    def wait(self) -> None:
-        """Block until stopped."""
-
     def stop(self, grace_s: float = 5.0) -> None:
         """Stop."""
 

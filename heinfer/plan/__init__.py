@@ -11,7 +11,6 @@ from heinfer.plan.bundle import (
 )
 from heinfer.plan.files import read_bundle_plan, read_plan
 from heinfer.plan.schema import (
-    FORMAT_VERSION,
     Block,
     Digests,
     ModelInfo,
@@ -23,7 +22,6 @@ from heinfer.plan.schema import (
 )
 
 __all__ = [
-    "FORMAT_VERSION",
     "Block",
     "Digests",
     "ModelInfo",

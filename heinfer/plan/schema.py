@@ -17,7 +17,6 @@ from heinfer.operators import Program
 from heinfer.operators.steps import CONFIG, Shape
 from heinfer.ring import RingParameters
 
-FORMAT_VERSION = 1
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=128)]
 
