@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from heinfer.processes import prepare_environment
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 prepare_environment()  # before a test module imports numpy
 
-# The first example of a test may compile kernels, which takes seconds; pytest-timeout watches over hanging tests.
-settings.register_profile("heinfer", parent=settings(), deadline=None)
+# The first example of a test may compile kernels, which takes seconds on a busy machine; pytest-timeout watches over hanging tests.
+settings.register_profile("heinfer", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("heinfer")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
