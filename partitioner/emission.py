@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -17,7 +16,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from heinfer.errors import Offence, UnsupportedModelError
-from heinfer.plan import Digests, ModelInfo, NodeStep, OutputTerms, Plan, RingInfo, RoundStep, TensorSpec
+from heinfer.plan import Digests, ModelInfo, NodeStep, OutputTerms, Plan, Reference, RingInfo, RoundStep, TensorSpec
 from heinfer.plan.bundle import (
     BLOCK_ARRAYS_FILE,
     BLOCKS_FILE,
@@ -45,10 +44,10 @@ class Draft:
     blocks: tuple[BuiltBlock, ...]
     submodels: Mapping[str, bytes]
 
-    @property
-    def real_arrays(self) -> dict[str, NDArray[Any]]:
-        """Arrays of all full programs."""
-        return {name: array for built in self.blocks for name, array in built.real.items()}
+    def reference(self, content: bytes) -> Reference:
+        """Return the original model and every block with its real weights."""
+        arrays = {name: array for built in self.blocks for name, array in built.real.items()}
+        return Reference(content, tuple(built.full for built in self.blocks), arrays)
 
 
 def draft(
@@ -79,7 +78,7 @@ def draft(
             block_index += 1
         else:
             name = f"node_{group.round}.onnx"
-            step, submodels[name] = _cut_submodel(name, group, imported.model, proto, types, shapes)
+            step, submodels[name] = _cut_submodel(name, group, proto, types, shapes)
             steps.append(step)
     plan = Plan(
         model=ModelInfo(imported.name, imported.sha256),
@@ -120,15 +119,15 @@ def emit(result: Draft, content: bytes, target: Path, reference: bool) -> Plan:
         for folder in (work, server, node):
             write_plan(folder / PLAN_FILE, plan)
         if reference:
-            _write_reference(work / "reference", result, content)
+            _write_reference(work / "reference", result.reference(content))
     return plan
 
 
-def _write_reference(folder: Path, result: Draft, content: bytes) -> None:
+def _write_reference(folder: Path, reference: Reference) -> None:
     folder.mkdir()
-    (folder / MODEL_FILE).write_bytes(content)
-    (folder / BLOCKS_FILE).write_bytes(PROGRAMS.dump_json(tuple(built.full for built in result.blocks)))
-    write_arrays(folder / BLOCK_ARRAYS_FILE, result.real_arrays)
+    (folder / MODEL_FILE).write_bytes(reference.model)
+    (folder / BLOCKS_FILE).write_bytes(PROGRAMS.dump_json(reference.programs))
+    write_arrays(folder / BLOCK_ARRAYS_FILE, reference.arrays)
 
 
 def _term_arrays(terms: Sequence[Sequence[OutputTerms]]) -> dict[str, NDArray[np.float64]]:
@@ -142,20 +141,17 @@ def _term_arrays(terms: Sequence[Sequence[OutputTerms]]) -> dict[str, NDArray[np
 def _cut_submodel(
     name: str,
     group: Group,
-    model: ir.Model,
     proto: onnx.ModelProto,
     types: Mapping[str, int],
     shapes: Mapping[str, Shape],
 ) -> tuple[NodeStep, bytes]:
     """Return the step and the ONNX model of the node's operators of one round."""
     inside = set(group.nodes)
-    made = {v for n in group.nodes for v in n.outputs}
+    made = dict.fromkeys(v for n in group.nodes for v in n.outputs)
     read = {v: None for n in group.nodes for v in n.inputs if v is not None and v not in made}
     inputs = [str(v.name) for v in read if v.const_value is None]
     constants = {str(v.name) for v in read if v.const_value is not None}
-    outputs = [
-        str(v.name) for v in made_in_order(group) if v.is_graph_output() or any(u.node not in inside for u in v.uses())
-    ]
+    outputs = [str(v.name) for v in made if v.is_graph_output() or any(u.node not in inside for u in v.uses())]
     names = {n.name for n in group.nodes}
     graph = onnx.helper.make_graph(
         [n for n in proto.graph.node if n.name in names],
@@ -167,11 +163,6 @@ def _cut_submodel(
     cut = onnx.helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
     operators = tuple(f"{n.name} ({n.op_type})" for n in group.nodes)
     return NodeStep(name, tuple(inputs), tuple(outputs), operators), cut.SerializeToString()
-
-
-def made_in_order(group: Group) -> list[ir.Value]:
-    """Return the values that a group makes, in order."""
-    return [v for n in group.nodes for v in n.outputs]
 
 
 def _value_info(name: str, types: Mapping[str, int], shapes: Mapping[str, Shape]) -> onnx.ValueInfoProto:

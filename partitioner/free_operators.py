@@ -15,7 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from heinfer.operators.plain import windows
-from heinfer.operators.steps import Rescale, Shape, Sum, Take, WindowSum
+from heinfer.operators.steps import Rescale, Shape, Sum, Take, Window, WindowSum
 from heinfer.plan.execution import open_session
 from partitioner.linear_operators import lower_constant_sum
 from partitioner.lowering import ON_NODE, Builder, Context, Lowered, Placement, constant, expand, reshape, shift
@@ -82,7 +82,7 @@ def lower_average_pool(node: ir.Node, context: Context) -> Lowered:
         height, width = node.attributes["kernel_shape"].as_ints()
         kernel = (height, width)
     window = padded_window(node, source, target, kernel)
-    counts = _measured_counts(node, source, target)
+    counts = _measured_counts(node, source, target, window)
     if counts is None:
         return ON_NODE
 
@@ -112,14 +112,12 @@ def _index_map(
     return np.asarray(first - 1, np.int32)
 
 
-def _measured_counts(node: ir.Node, source: Shape, target: Shape) -> NDArray[np.float64] | None:
+def _measured_counts(node: ir.Node, source: Shape, target: Shape, window: Window) -> NDArray[np.float64] | None:
     """Return by what each output's window sum is divided, measured by pooling ones and a window sum of ones."""
     plane = (1, 1, *source[1:])
     mean = _run(node, {str(_only(node).name): np.ones(plane, np.float32)})
     if mean.shape != (1, 1, *target[1:]) or not np.all(mean > 0):
         return None
-    kernel = source[1:] if node.op_type == "GlobalAveragePool" else tuple(node.attributes["kernel_shape"].as_ints())
-    window = padded_window(node, source, target, (kernel[0], kernel[1]))
     inside = windows(np.ones(plane), window).sum(axis=(2, 3))
     return np.broadcast_to(np.rint(inside / mean.astype(np.float64))[0], target).copy()
 

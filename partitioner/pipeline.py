@@ -14,7 +14,7 @@ from partitioner.blocks import BuiltBlock, MoveToNode, build_block
 from partitioner.classification import classify
 from partitioner.emission import Draft, draft, emit
 from partitioner.folding import fold
-from partitioner.grouping import CyclicBlock, Group, group
+from partitioner.grouping import CyclicBlock, group
 from partitioner.importing import Imported, import_model
 from partitioner.placement import place
 from partitioner.shapes import infer_shapes
@@ -71,8 +71,9 @@ def partition_in_memory(model: Path, parameters: RingParameters) -> tuple[Import
         try:
             groups = group(imported.model, lowered, sides)
             blocks: list[BuiltBlock] = []
-            for found in _server_groups(groups):
-                blocks.append(build_block(len(blocks), found, lowered, sides, shapes, parameters))
+            for found in groups:
+                if found.on_server:
+                    blocks.append(build_block(len(blocks), found, lowered, sides, shapes, parameters))
         except CyclicBlock as cycle:
             moved = set(cycle.nodes)
         except MoveToNode as conflict:
@@ -84,7 +85,3 @@ def partition_in_memory(model: Path, parameters: RingParameters) -> tuple[Import
         on_node |= moved
     result = draft(imported, groups, blocks, shapes, parameters)
     return imported, result, verify(result, imported.content)
-
-
-def _server_groups(groups: list[Group]) -> list[Group]:
-    return [found for found in groups if found.on_server]

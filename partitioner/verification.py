@@ -7,16 +7,14 @@ ensures   symbolic batch, folding, placement and lowering have changed nothing: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.errors import PlanError, UnsupportedModelError
-from heinfer.operators import evaluate_plain
-from heinfer.plan import Plan, RoundStep
-from heinfer.plan.execution import PlanRunner, Tensors, open_session
+from heinfer.plan import Plan
+from heinfer.plan.execution import PlanRunner, Tensors, open_session, plain_rounds
 from partitioner.emission import Draft
 
 SAMPLES = 3
@@ -46,7 +44,7 @@ def verify(result: Draft, content: bytes) -> float:
             f"the model does not run under onnxruntime, one sample at a time: {error}"
         ) from error
     try:
-        found = _run_plain(result, inputs)
+        found = _run_plain(result, content, inputs)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -89,20 +87,9 @@ def _random_inputs(plan: Plan) -> dict[str, NDArray[Any]]:
     return inputs
 
 
-def _run_plain(result: Draft, inputs: Tensors) -> dict[str, NDArray[Any]]:
-    arrays = result.real_arrays
-
-    def run_round(step: RoundStep, tensors: Tensors) -> Mapping[str, NDArray[Any]]:
-        made: dict[str, NDArray[Any]] = {}
-        for index in step.blocks:
-            built = result.blocks[index]
-            outputs = evaluate_plain(
-                built.full, arrays, [np.asarray(tensors[t.name], np.float64) for t in built.block.inputs]
-            )
-            made.update({t.name: y.astype(np.float32) for t, y in zip(built.block.outputs, outputs, strict=True)})
-        return made
-
+def _run_plain(result: Draft, content: bytes, inputs: Tensors) -> dict[str, NDArray[Any]]:
     try:
-        return PlanRunner(result.plan, result.submodels).run(inputs, run_round)
+        runner = PlanRunner(result.plan, result.submodels)
     except PlanError as error:
         raise UnsupportedModelError(f"a sub-model does not load: {error}") from error
+    return runner.run(inputs, plain_rounds(result.plan, result.reference(content)))

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from heinfer.operators import evaluate_plain
 from heinfer.plan import NodeBundle, Reference, RoundStep, ServerBundle
-from heinfer.plan.execution import PlanRunner, Tensors
-from heinfer.ring import NOISE_DEVIATION, input_scale
+from heinfer.plan.execution import PlanRunner, Tensors, plain_rounds
+from heinfer.ring import NOISE_DEVIATION
 from trusted_node.rounding import round_to_step, rounding_step
+from trusted_node.scaling import scale_samples
 
 #: Deviations between the spread of simulated errors and the estimate: one value in 5e8 of a Gaussian exceeds 6.
 DEVIATIONS = 6.0
@@ -43,21 +44,13 @@ def estimate_error(
     runner = PlanRunner(node.plan, node.submodels)
     generator = np.random.default_rng()
 
-    def exact(step: RoundStep, tensors: Tensors) -> Tensors:
-        made: dict[str, NDArray[Any]] = {}
-        for index in step.blocks:
-            block = node.plan.blocks[index]
-            outputs = reference.evaluate_block(index, [tensors[t.name].astype(np.float64) for t in block.inputs])
-            made.update({t.name: y.astype(np.float32) for t, y in zip(block.outputs, outputs, strict=True)})
-        return made
-
     def noisy(step: RoundStep, tensors: Tensors) -> Tensors:
         made: dict[str, NDArray[Any]] = {}
         for index in step.blocks:
             made.update(_evaluate_noisy(node, server, index, tensors, generator))
         return made
 
-    expected = runner.run(inputs, exact)
+    expected = runner.run(inputs, plain_rounds(node.plan, reference))
     largest = 0.0
     found = [runner.run(inputs, noisy) for _ in range(TRIALS)]
     for name, want in expected.items():
@@ -73,19 +66,15 @@ def _evaluate_noisy(
 ) -> dict[str, NDArray[Any]]:
     block = node.plan.blocks[index]
     values = [tensors[t.name].astype(np.float64) for t in block.inputs]
-    flat = [x.reshape(len(x), -1) for x in values]
-    peak = np.max([np.abs(x).max(axis=1, initial=0.0) for x in flat], axis=0)
-    magnitude = np.sum([np.abs(x).sum(axis=1) for x in flat], axis=0)
-    scale = input_scale(peak, block.row_sum, node.plan.ring.parameters)
+    scales = scale_samples(values, block.row_sum, node.plan.ring.parameters)
     made = {}
     outputs = evaluate_plain(block.program, server.arrays, values)
     for spec, y, terms in zip(block.outputs, outputs, node.terms[index], strict=True):
-        per_sample = scale.reshape(-1, *([1] * (y.ndim - 1)))
+        per_sample = scales.scale.reshape(-1, *([1] * (y.ndim - 1)))
         deviation = terms.norms.l2 * np.sqrt(NOISE_DEVIATION**2 + _ROUNDING_VARIANCE) / (per_sample * terms.norms.scale)
         noisy = y / terms.norms.scale + np.abs(deviation) * generator.standard_normal(y.shape)
         result = (noisy + terms.bias).astype(np.float32)
         if block.final:
-            bound = terms.norms.error_bound(scale, peak, magnitude, result.astype(np.float64))
-            result = round_to_step(result, rounding_step(bound))
+            result = round_to_step(result, rounding_step(scales.error_bound(terms.norms, result)))
         made[spec.name] = result
     return made

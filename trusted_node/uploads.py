@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from heinfer.errors import LocalProtocolError
 from heinfer.plan import NodeBundle
-from heinfer.ring import input_scale
 from heinfer.wire import BlockAnswer, Limits, row_bytes
 from trusted_node.link import LinkSession
 from trusted_node.rounding import round_to_step, rounding_step
+from trusted_node.scaling import scale_samples
 from trusted_node.statistics import QueryStatistics
 from trusted_node.workers import CryptoPool, Decrypted, Encrypted, RowTerms
 
@@ -81,11 +81,8 @@ class Upload:
         self._sent = True
         started = time.perf_counter()
         samples = len(values[0])
-        flat = [x.reshape(samples, -1) for x in values]
-        self._peak = np.max([np.abs(x).max(axis=1, initial=0.0) for x in flat], axis=0).astype(np.float64)
-        self._magnitude = np.sum([np.abs(x).sum(axis=1, dtype=np.float64) for x in flat], axis=0)
-        self._scale = input_scale(self._peak, self._block.row_sum, self._bundle.plan.ring.parameters)
-        rows = np.concatenate([x.T for x in flat]).astype(np.float32, copy=False)
+        self._scales = scale_samples(values, self._block.row_sum, self._bundle.plan.ring.parameters)
+        rows = np.concatenate([x.reshape(samples, -1).T for x in values]).astype(np.float32, copy=False)
         self._samples = samples
         self._request_id = self._session.open_request(self._index, samples)
         size = row_bytes(samples, self._bundle.plan.ring.degree)
@@ -95,7 +92,7 @@ class Upload:
             if len(pending) == TASKS_IN_FLIGHT:
                 self._send_next(pending, size)
             part = np.ascontiguousarray(rows[first : first + step])
-            pending.append((first, self._pool.encrypt(bytes(self._secret), part, self._scale)))
+            pending.append((first, self._pool.encrypt(bytes(self._secret), part, self._scales.scale)))
         while pending:
             self._send_next(pending, size)
         self._statistics.add(self._index, ciphertexts_up=len(rows), bytes_up=len(rows) * size)
@@ -121,8 +118,7 @@ class Upload:
             values = np.ascontiguousarray(rows[first : first + count].T).reshape(self._samples, *spec.shape)
             first += count
             leading = self._samples if self._block.final else bounded
-            scales = (self._scale[:leading], self._peak[:leading], self._magnitude[:leading])
-            bound = terms.norms.error_bound(*scales, values[:leading].astype(np.float64))
+            bound = self._scales.error_bound(terms.norms, values[:leading])
             if self._block.final:
                 step = rounding_step(bound)
                 values = round_to_step(values, step)
@@ -155,7 +151,7 @@ class Upload:
                 self._take_next(pending, values)
             part = slice(event.first_row, event.first_row + event.rows)
             row_terms = RowTerms(terms.scale[part], terms.bias[part])
-            future = self._pool.decrypt(bytes(self._secret), event.data, self._samples, self._scale, row_terms)
+            future = self._pool.decrypt(bytes(self._secret), event.data, self._samples, self._scales.scale, row_terms)
             pending.append((event.first_row, future))
             self._statistics.add(self._index, ciphertexts_down=event.rows, bytes_down=len(event.data))
         while pending:

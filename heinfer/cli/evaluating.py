@@ -54,7 +54,6 @@ def _reference_of(model: Path, plan: Plan) -> Reference:
         PlanError: it is another model.
     """
     from heinfer.errors import PlanError
-    from heinfer.plan import Reference
     from partitioner.pipeline import partition_in_memory
 
     imported, draft, _ = partition_in_memory(model, plan.ring.parameters)
@@ -62,7 +61,7 @@ def _reference_of(model: Path, plan: Plan) -> Reference:
         raise PlanError(
             f"{model} is not the model of this bundle ({plan.model.name}, sha256 {plan.model.sha256[:16]}...)"
         )
-    return Reference(imported.content, tuple(built.full for built in draft.blocks), draft.real_arrays)
+    return draft.reference(imported.content)
 
 
 def show(report: Report) -> None:
