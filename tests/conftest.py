@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 prepare_environment()  # before a test module imports numpy
 
-# The first example of a test may compile kernels, which takes seconds on a busy machine; pytest-timeout watches over hanging tests.
+# The first example of a test may compile kernels, which takes seconds on a busy machine; pytest-timeout watches over
+# hanging tests.
 settings.register_profile("heinfer", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("heinfer")
 
