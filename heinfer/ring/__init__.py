@@ -1,6 +1,7 @@
-"""The ring: checked parameters, residues in transit and in arithmetic, exact products, scales and error bounds."""
+"""The ring: checked parameters, residues in transit and arithmetic, exact products and transforms, scales, bounds."""
 
 from heinfer.ring.bounds import NOISE_QUANTILE, RowNorms
+from heinfer.ring.expansion import expand_uniform
 from heinfer.ring.packing import (
     GROUP_RESIDUES,
     GROUP_WORDS,
@@ -13,6 +14,7 @@ from heinfer.ring.packing import (
     packed_bytes,
     scratch_array,
     split_into,
+    transpose_into,
     unpack,
 )
 from heinfer.ring.parameters import (
@@ -32,15 +34,27 @@ from heinfer.ring.parameters import (
 from heinfer.ring.product import (
     THREADED_WORK,
     ModularMatrix,
+    even_slices,
     multiply_mod_reference,
     run_tiles,
     self_test,
 )
 from heinfer.ring.scales import input_scale, quantise, weight_scale
+from heinfer.ring.transform import (
+    LANES,
+    Transform,
+    forward_group,
+    from_lanes,
+    inverse_group,
+    multiply_mod,
+    to_lanes,
+    transform_self_test,
+)
 
 __all__ = [
     "GROUP_RESIDUES",
     "GROUP_WORDS",
+    "LANES",
     "LIMB_BITS",
     "MODULUS_BITS",
     "NOISE_DEVIATION",
@@ -54,15 +68,22 @@ __all__ = [
     "ModularMatrix",
     "RingParameters",
     "RowNorms",
+    "Transform",
     "checked_weights",
+    "even_slices",
+    "expand_uniform",
+    "forward_group",
+    "from_lanes",
     "high_limb",
     "input_scale",
+    "inverse_group",
     "is_prime",
     "join_into",
     "join_limbs",
     "kernel",
     "low_limb",
     "max_modulus_bits",
+    "multiply_mod",
     "multiply_mod_reference",
     "pack",
     "packed_bytes",
@@ -71,6 +92,9 @@ __all__ = [
     "scratch_array",
     "self_test",
     "split_into",
+    "to_lanes",
+    "transform_self_test",
+    "transpose_into",
     "unpack",
     "weight_scale",
 ]
