@@ -1,4 +1,4 @@
-"""A plain TCP proxy on loopback that keeps every byte, and a reader of the gRPC messages in them."""
+"""A plain TCP proxy on loopback that keeps every byte, and readers of the gRPC messages and events in them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
-from heinfer.wire import Address
+from heinfer.wire import Address, BlockAnswer, BlockRequest, Chunk, End, NodeEvent, ServerEvent
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, PADDED = 0, 0x8
+Event = NodeEvent | ServerEvent | End
 
 
 class Connection:
@@ -115,3 +117,18 @@ def messages(data: bytes) -> list[bytes]:
 def other_payloads(data: bytes) -> Iterator[bytes]:
     """Yield what is not in a DATA frame: headers, settings, pings, window updates."""
     return (payload for kind, _, _, payload in frames(data) if kind != DATA)
+
+
+def flatten(event: Event) -> list[Event]:
+    """Return an event, and after it the chunk that travelled inside it, as if the two had been sent one by one."""
+    if isinstance(event, BlockRequest | BlockAnswer) and event.first is not None:
+        return [replace(event, first=None), event.first]
+    return [event]
+
+
+def without_payload(message: bytes, event: Event) -> bytes:
+    """Return an encoded event less the bytes of its chunk."""
+    for part in flatten(event):
+        if isinstance(part, Chunk):
+            message = message.replace(part.data, b"")
+    return message

@@ -1,19 +1,27 @@
 """The node's connection to one untrusted server: sessions that carry one upload after the other.
 
-A session is one gRPC stream with a thread that reads it. Sessions are kept and reused; one that broke is thrown away.
-What goes up waits in a short queue, what comes down in another, so that a slow peer costs time and not memory.
+A session is one gRPC stream. Sessions are kept and reused; one that broke is thrown away. What goes up waits in a short
+queue, what comes down waits in the stream until it is asked for, so that a slow peer costs time and not memory.
+
+A thread that waits for an answer reads the stream itself: handing messages over from a thread that reads costs more
+than anything else here (0.3 ms of a round trip). gRPC has no time limit for one read, so one thread watches all
+sessions of a link and ends those that wait for too long. While an upload of several chunks is being sent, a thread
+reads ahead by one message: a server that fails in the middle is heard at once.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from heinfer.errors import HeinferError, ProtocolError, RemoteProtocolError
+from heinfer.errors import ProtocolError, RemoteProtocolError
 from heinfer.wire import (
     Address,
     AnswerComplete,
@@ -22,18 +30,22 @@ from heinfer.wire import (
     Chunk,
     End,
     EventStream,
+    Failure,
     Limits,
+    Mode,
     NodeEvent,
     NodeSession,
     Ready,
     ServerEvent,
+    UploadComplete,
     call_session,
     open_channel,
 )
 
-#: Chunks that wait on either side of a session.
-_QUEUE_CHUNKS = 16
-_POLL_S = 0.5
+#: Messages of a session that wait to be sent.
+_QUEUE_MESSAGES = 16
+
+Received = NodeEvent | ServerEvent | End | UploadComplete | AnswerComplete
 
 
 class ServerLink:
@@ -53,6 +65,7 @@ class ServerLink:
         self._channel = open_channel(address, limits)
         self._idle: list[LinkSession] = []
         self._lock = threading.Lock()
+        self._watch = _Watch(limits.reply_s)
 
     def acquire(self) -> LinkSession:
         """Lend a session to one thread, which gives it back by `release`, or closes it where something went wrong.
@@ -63,7 +76,7 @@ class ServerLink:
         with self._lock:
             session = self._idle.pop() if self._idle else None
         if session is None or not session.usable:
-            session = LinkSession(self._channel, self._plan_hash, self._blocks, self._limits)
+            session = LinkSession(self._channel, self._plan_hash, self._blocks, self._limits, self._watch)
         return session
 
     def release(self, session: LinkSession) -> None:
@@ -93,25 +106,31 @@ class ServerLink:
         for session in idle:
             session.close()
         self._channel.close()
+        self._watch.close()
 
 
 class LinkSession:
-    """One stream to the server. Use from one thread at a time, for one upload after the other.
+    """One stream to the server. Use from one thread at a time, for one upload after the other; close from any.
 
-    An answer waits in a short queue until it is read. So a second upload before the first answer is read may wait for
+    An answer waits in the stream until it is read. So a second upload before the first answer is read may wait for
     ever: uploads that are under way together take a session each.
     """
 
-    def __init__(self, channel: object, plan_hash: bytes, blocks: Sequence[BlockShape], limits: Limits) -> None:
+    def __init__(
+        self, channel: object, plan_hash: bytes, blocks: Sequence[BlockShape], limits: Limits, watch: _Watch
+    ) -> None:
         self._limits = limits
         self._protocol = NodeSession(os.urandom(16), plan_hash, blocks, limits)
-        self._lock = threading.Lock()
-        self._outgoing: queue.Queue[NodeEvent | End] = queue.Queue(_QUEUE_CHUNKS)
-        self._incoming: queue.Queue[ServerEvent | AnswerComplete] = queue.Queue(_QUEUE_CHUNKS)
-        self._error: HeinferError | None = None
+        self._outgoing: queue.SimpleQueue[NodeEvent | End] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_QUEUE_MESSAGES)
+        self._incoming: deque[Received] = deque()
+        self._ahead: queue.SimpleQueue[ServerEvent | Exception] | None = None
         self._done = threading.Event()
+        self._stalled = False
+        self._wait_ends = math.inf
         self._stream: EventStream[ServerEvent] = call_session(channel, self._events(), limits)
-        threading.Thread(target=self._read, name="heinfer-link", daemon=True).start()
+        self._stream.notify(self._end)
+        watch.add(self)
         self._put(self._protocol.hello())
         if not isinstance(self._get(), Ready):
             self.close()
@@ -122,18 +141,52 @@ class LinkSession:
         """Whether the stream is open."""
         return not self._done.is_set()
 
+    def exchange(
+        self, block: int, samples: int, mode: Mode, rows: bytes | memoryview, attempt: int = 0
+    ) -> tuple[BlockAnswer, Iterator[Chunk]]:
+        """Send a whole upload and wait for its answer: one message each way where they fit into a chunk.
+
+        Args:
+            block: index into the plan's blocks.
+            samples: inputs that the upload carries.
+            mode: how it was made.
+            rows: all rows, packed, C-contiguous.
+            attempt: how often the same bytes were sent before.
+
+        Returns:
+            The answer's announcement, and its chunks as they arrive, to be read to the end.
+
+        Raises:
+            RemoteProtocolError: the server sent something else, or went away; the iterator raises it too.
+            LocalProtocolError: these are not the rows of such an upload.
+        """
+        return self.receive(self.send(block, samples, mode, rows, attempt))
+
+    def send(self, block: int, samples: int, mode: Mode, rows: bytes | memoryview, attempt: int = 0) -> int:
+        """The first half of `exchange`; returns the request id."""
+        request_id = self._protocol.next_id
+        for event in self._protocol.upload(block, samples, mode, rows, attempt):
+            self._put(event)
+        return request_id
+
+    def receive(self, request_id: int) -> tuple[BlockAnswer, Iterator[Chunk]]:
+        """The second half of `exchange`."""
+        announcement = self._get()
+        while isinstance(announcement, AnswerComplete):  # of an answer whose reader stopped at its last chunk
+            announcement = self._get()
+        if not isinstance(announcement, BlockAnswer) or announcement.request_id != request_id:
+            raise self._unexpected(announcement, request_id)
+        return announcement, self._chunks(request_id)
+
     def open_request(self, block: int, samples: int) -> int:
-        """Announce an upload; return its request id."""
-        with self._lock:
-            request = self._protocol.open_request(block, samples)
+        """Announce an upload in standard mode, whose rows follow by `send_rows`; return its request id."""
+        request = self._protocol.open_request(block, samples)
         self._put(request)
         return request.request_id
 
     def send_rows(self, request_id: int, first_row: int, rows: int, data: bytes) -> None:
         """Send rows of an upload, in order."""
-        with self._lock:
-            chunk = self._protocol.send(Chunk(request_id, first_row, rows, data))
-        self._put(chunk)
+        self._put(self._protocol.send(Chunk(request_id, first_row, rows, data)))
 
     def answer(self, request_id: int) -> Iterator[BlockAnswer | Chunk]:
         """Yield the answer's announcement and its chunks.
@@ -141,79 +194,141 @@ class LinkSession:
         Raises:
             RemoteProtocolError: the server sent something else, or went away.
         """
-        while True:
-            event = self._get()
-            if isinstance(event, AnswerComplete):
-                return
-            if not isinstance(event, BlockAnswer | Chunk) or event.request_id != request_id:
-                raise RemoteProtocolError(f"expected the answer to request {request_id}, got {type(event).__name__}")
-            yield event
+        announcement, chunks = self.receive(request_id)
+        yield announcement
+        yield from chunks
 
     def close(self) -> None:
-        """Give the stream up."""
-        self._done.set()
+        """Give the stream up; whoever waits for it gets an error."""
+        self._end()
         self._stream.cancel()
 
-    def _put(self, event: NodeEvent | End) -> None:
-        """Queue an event; never with the lock held, which the reading thread needs to make progress."""
-        deadline = time.monotonic() + self._limits.reply_s
-        while True:
-            if self._done.is_set():
-                raise self._failure()
-            try:
-                return self._outgoing.put(event, timeout=_POLL_S)
-            except queue.Full:
-                self._check_deadline(deadline)
-
-    def _check_deadline(self, deadline: float) -> None:
-        if time.monotonic() > deadline:
+    def stop_if_late(self, now: float) -> None:
+        """Give the stream up if the server should have answered by now, in seconds of `time.monotonic`."""
+        if now >= self._wait_ends:
+            self._stalled = True
             self.close()
-            raise RemoteProtocolError(f"the server made no progress for {self._limits.reply_s:g} s")
 
-    def _get(self) -> ServerEvent | AnswerComplete:
-        deadline = time.monotonic() + self._limits.reply_s
-        while True:
-            try:
-                return self._incoming.get(timeout=_POLL_S if not self._done.is_set() else 0.001)
-            except queue.Empty:
-                if self._done.is_set() and self._incoming.empty():
-                    raise self._failure() from None
-                self._check_deadline(deadline)
+    @property
+    def wait_ends(self) -> float:
+        """When the wait for the server that is under way ends, in seconds of `time.monotonic`; infinity for none."""
+        return self._wait_ends
 
-    def _failure(self) -> HeinferError:
-        return self._error or RemoteProtocolError("the session with the server has ended")
-
-    def _events(self) -> Iterator[NodeEvent | End]:
-        while True:
-            try:
-                event = self._outgoing.get(timeout=_POLL_S)
-            except queue.Empty:
-                if self._done.is_set():
-                    return
-                continue
+    def _chunks(self, request_id: int) -> Iterator[Chunk]:
+        while not isinstance(event := self._get(), AnswerComplete):
+            if not isinstance(event, Chunk) or event.request_id != request_id:
+                raise self._unexpected(event, request_id)
             yield event
-            if isinstance(event, End):
-                return
 
-    def _read(self) -> None:
-        """Read the stream until it ends, in a thread of its own."""
+    @staticmethod
+    def _unexpected(event: Received, request_id: int) -> RemoteProtocolError:
+        return RemoteProtocolError(f"expected the answer to request {request_id}, got {type(event).__name__}")
+
+    def _put(self, event: NodeEvent) -> None:
+        """Queue an event for the thread of gRPC's that sends."""
+        if not self._done.is_set() and not self._room.acquire(timeout=self._limits.reply_s):
+            self._stalled = True
+            self.close()
+        if self._done.is_set():
+            raise self._failure()
+        if self._ahead is None and isinstance(event, Chunk) and event.first_row:
+            self._ahead = queue.SimpleQueue()
+            threading.Thread(target=self._read_ahead, args=(self._ahead,), name="heinfer-link", daemon=True).start()
+        self._outgoing.put(event)
+
+    def _get(self) -> Received:
+        if not self._incoming:
+            self._incoming.extend(self._read())
+        return self._incoming.popleft()
+
+    def _read(self) -> tuple[Received, ...]:
+        self._wait_ends = time.monotonic() + self._limits.reply_s
         try:
-            for event in self._stream:
-                with self._lock:
-                    received = self._protocol.receive(event)
-                for item in received:
-                    self._deliver(item)
-        except ProtocolError as error:
-            self._error = error
-        except Exception as error:  # a bug of ours must not leave the other thread waiting
-            self._error = RemoteProtocolError(f"reading from the server failed: {error}")
+            return self._protocol.receive(self._next())
+        except StopIteration:
+            self.close()
+            raise RemoteProtocolError("the server ended the session") from None
+        except ProtocolError:
+            self.close()
+            if self._stalled:
+                raise self._stall() from None
+            raise
         finally:
-            self._done.set()
+            self._wait_ends = math.inf
 
-    def _deliver(self, item: object) -> None:
-        while not self._done.is_set():
-            try:
-                self._incoming.put(item, timeout=_POLL_S)  # type: ignore[arg-type]
-            except queue.Full:
-                continue
-            return
+    def _next(self) -> ServerEvent:
+        if self._ahead is None:
+            return next(self._stream)
+        outcome = self._ahead.get()
+        self._ahead = None
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _read_ahead(self, ahead: queue.SimpleQueue[ServerEvent | Exception]) -> None:
+        """Read one message in a thread of its own; one that ends the session ends the upload."""
+        try:
+            outcome: ServerEvent | Exception = next(self._stream)
+        except Exception as error:
+            outcome = error
+        ahead.put(outcome)
+        if isinstance(outcome, Failure | Exception):
+            self._end()
+
+    def _failure(self) -> ProtocolError:
+        """Why the stream is over: what the server said last, or what became of the connection."""
+        if self._stalled:
+            return self._stall()
+        try:
+            while True:
+                self._read()
+        except ProtocolError as error:
+            return error
+
+    def _stall(self) -> RemoteProtocolError:
+        return RemoteProtocolError(f"the server made no progress for {self._limits.reply_s:g} s")
+
+    def _events(self) -> Iterator[NodeEvent]:
+        while not isinstance(event := self._outgoing.get(), End):
+            self._room.release()
+            yield event
+
+    def _end(self) -> None:
+        """Note that the stream is over, and wake up who waits to send: we, and the thread of gRPC's."""
+        self._done.set()
+        self._room.release()
+        self._outgoing.put(End())
+
+
+class _Watch:
+    """Stops sessions whose server does not answer in time.
+
+    Waits all have the same length, so one that begins later does not end before the next look.
+    """
+
+    def __init__(self, reply_s: float) -> None:
+        self._reply_s = reply_s
+        self._sessions: weakref.WeakSet[LinkSession] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="heinfer-link-watch", daemon=True).start()
+
+    def add(self, session: LinkSession) -> None:
+        """Watch a session for as long as anybody uses it."""
+        with self._lock:
+            self._sessions.add(session)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        pause = self._reply_s
+        while not self._closed.wait(min(pause, threading.TIMEOUT_MAX)):
+            now = time.monotonic()
+            with self._lock:
+                sessions = list(self._sessions)
+            for session in sessions:
+                session.stop_if_late(now)
+            pause = min([self._reply_s, *(max(0.0, session.wait_ends - now) for session in sessions)])
+            del sessions

@@ -1,25 +1,27 @@
 """The untrusted server: one handler a stream, the protocol's state machine, and the evaluator.
 
 The server keeps nothing between requests but the loaded plan. Whatever goes wrong, its peer sees a fixed code.
+What a request asks for depends on its mode: `REQUESTS` names who takes its rows and makes its answer.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from heinfer.server.evaluation import BlockEvaluator, Upload, pack_rows
+from heinfer.server.prepared import Collector
 from heinfer.wire import (
+    GROUP_BYTES,
     Address,
-    BlockAnswer,
     BlockRequest,
-    BlockShape,
     Chunk,
     End,
     Hello,
     Limits,
+    Mode,
     NodeEvent,
     Ready,
     ServerEvent,
@@ -27,6 +29,8 @@ from heinfer.wire import (
     UploadComplete,
     add_evaluator,
     bind,
+    block_shapes,
+    iterate_row_chunks,
     make_server,
     row_bytes,
 )
@@ -34,6 +38,84 @@ from heinfer.wire import (
 logger = logging.getLogger(__name__)
 #: Streams served at once; a node opens a few.
 WORKERS = 32
+
+
+class OpenRequest(Protocol):
+    """One request of some mode, from its first row to its answer."""
+
+    def add(self, chunk: Chunk) -> None:
+        """Take the next rows.
+
+        Raises:
+            CiphertextError: they are no residues.
+        """
+
+    def evaluate(self) -> tuple[int, Iterator[Chunk]]:
+        """Return the number of rows of the answer, and its chunks; all rows are there."""
+
+
+class StandardRequest:
+    """A request in standard mode: ciphertexts of `samples` residues of b and N of a each.
+
+    Args:
+        evaluator: the loaded plan.
+        request: how it was announced.
+        limits: chunk size.
+    """
+
+    def __init__(self, evaluator: BlockEvaluator, request: BlockRequest, limits: Limits) -> None:
+        ring = evaluator.bundle.plan.ring
+        self._evaluator = evaluator
+        self._request = request
+        self._step = max(1, limits.chunk_bytes // row_bytes(request.samples, ring.degree))
+        self._upload = Upload(request.rows, request.samples, ring.degree, ring.modulus)
+
+    def add(self, chunk: Chunk) -> None:
+        """Take the next rows."""
+        self._upload.add(chunk.first_row, chunk.rows, chunk.data)
+
+    def evaluate(self) -> tuple[int, Iterator[Chunk]]:
+        """Evaluate the block; the answer is packed chunk by chunk."""
+        result = self._evaluator.evaluate(self._request.block, self._upload.residues)
+        packed = pack_rows(result, self._request.samples, self._step)
+        return len(result), (Chunk(self._request.request_id, *part) for part in packed)
+
+
+class PreparedRequest:
+    """A request in prepared mode: b alone, every sample packed by itself.
+
+    Args:
+        evaluator: the loaded plan; the session accepts such requests for blocks with prepared mode only.
+        request: how it was announced.
+        limits: chunk size.
+    """
+
+    def __init__(self, evaluator: BlockEvaluator, request: BlockRequest, limits: Limits) -> None:
+        assert evaluator.prepared is not None  # the session has looked
+        self._blocks = evaluator.prepared
+        self._request = request
+        self._limits = limits
+        self._collector = Collector(request.rows * GROUP_BYTES)
+
+    def add(self, chunk: Chunk) -> None:
+        """Take the next rows."""
+        self._collector.add(chunk.data)
+
+    def evaluate(self) -> tuple[int, Iterator[Chunk]]:
+        """Evaluate the block, perhaps together with other requests for it."""
+        request = self._request
+        up, _ = self._blocks.values(request.block)
+        packed = self._blocks.evaluate(request.block, self._collector.rows(request.samples, up))
+        rows = packed.size // GROUP_BYTES
+        data = packed.data.cast("B")
+        return rows, iterate_row_chunks(request.request_id, data, GROUP_BYTES, self._limits.chunk_bytes)
+
+
+#: Who takes the requests of a mode.
+REQUESTS: dict[Mode, Callable[[BlockEvaluator, BlockRequest, Limits], OpenRequest]] = {
+    Mode.STANDARD: StandardRequest,
+    Mode.PREPARED: PreparedRequest,
+}
 
 
 class EvaluatorService:
@@ -52,7 +134,7 @@ class EvaluatorService:
         self._evaluator = evaluator
         self._limits = limits
         plan = evaluator.bundle.plan
-        self._shapes = [BlockShape(b.input_rows, b.output_rows, plan.ring.degree) for b in plan.blocks]
+        self._shapes = block_shapes(plan)
         self._server: Any = make_server(limits, WORKERS)
         add_evaluator(self._server, self._handle, limits)
         self.address = bind(self._server, address)
@@ -63,34 +145,29 @@ class EvaluatorService:
         self._server.stop(grace_s).wait()
 
     def _handle(self, events: Iterator[NodeEvent]) -> Iterator[ServerEvent | End]:
-        ring = self._evaluator.bundle.plan.ring
         session = ServerSession(self._evaluator.bundle.plan_hash, self._shapes, self._limits)
-        uploads: dict[int, Upload] = {}
+        requests: dict[int, OpenRequest] = {}
         for event in events:
             for received in session.receive(event):
                 match received:
                     case Hello():
                         yield session.send(Ready())
                     case BlockRequest():
-                        uploads[received.request_id] = Upload(
-                            received.rows, received.samples, ring.degree, ring.modulus
-                        )
+                        make = REQUESTS[received.mode]
+                        requests[received.request_id] = make(self._evaluator, received, self._limits)
                     case Chunk():
-                        uploads[received.request_id].add(received.first_row, received.rows, received.data)
+                        requests[received.request_id].add(received)
                     case UploadComplete():
-                        yield from self._answer(session, received.request, uploads.pop(received.request.request_id))
+                        yield from self._answer(session, received.request, requests.pop(received.request.request_id))
                     case _:
                         pass
         session.receive(End())
         yield session.send(End())
 
-    def _answer(self, session: ServerSession, request: BlockRequest, upload: Upload) -> Iterator[ServerEvent]:
+    @staticmethod
+    def _answer(session: ServerSession, request: BlockRequest, opened: OpenRequest) -> Iterator[ServerEvent]:
         started = time.perf_counter()
-        result = self._evaluator.evaluate(request.block, upload.residues)
+        rows, chunks = opened.evaluate()
         seconds = time.perf_counter() - started
-        logger.info("block %d: %d rows in, %d out, %.1f ms", request.block, request.rows, len(result), 1e3 * seconds)
-        yield session.send(BlockAnswer(request.request_id, len(result), seconds))
-        size = row_bytes(request.samples, self._evaluator.bundle.plan.ring.degree)
-        step = max(1, self._limits.chunk_bytes // size)
-        for first, rows, data in pack_rows(result, request.samples, step):
-            yield session.send(Chunk(request.request_id, first, rows, data))
+        logger.info("block %d: %d rows in, %d out, %.1f ms", request.block, request.rows, rows, 1e3 * seconds)
+        yield from session.answer(request.request_id, rows, seconds, chunks)

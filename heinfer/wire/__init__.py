@@ -62,6 +62,7 @@ from heinfer.wire.session import (
     ServerSession,
     State,
 )
+from heinfer.wire.shapes import block_shapes
 from heinfer.wire.tensors import (
     TensorAssembler,
     describe_tensors,
@@ -70,6 +71,7 @@ from heinfer.wire.tensors import (
     read_result,
 )
 from heinfer.wire.transfers import (
+    GROUP_BYTES,
     BlockShape,
     Role,
     iterate_row_chunks,
@@ -77,6 +79,7 @@ from heinfer.wire.transfers import (
 )
 
 __all__ = [
+    "GROUP_BYTES",
     "PROTOCOL_VERSION",
     "Address",
     "AnswerComplete",
@@ -118,6 +121,7 @@ __all__ = [
     "add_evaluator",
     "add_node",
     "bind",
+    "block_shapes",
     "call_describe",
     "call_infer",
     "call_session",

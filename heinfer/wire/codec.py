@@ -47,20 +47,24 @@ def encode_node_event(event: NodeEvent, limits: Limits) -> bytes:
                     )
                 )
             case BlockRequest():
-                return pb.NodeMessage(
-                    request=pb.BlockRequest(
-                        session=event.session,
-                        plan_hash=event.plan_hash,
-                        block=event.block,
-                        request_id=event.request_id,
-                        attempt=event.attempt,
-                        mode=number(event.mode),
-                        samples=event.samples,
-                        rows=event.rows,
-                    )
+                request = pb.BlockRequest(
+                    session=event.session,
+                    plan_hash=event.plan_hash,
+                    block=event.block,
+                    request_id=event.request_id,
+                    attempt=event.attempt,
+                    mode=number(event.mode),
+                    samples=event.samples,
+                    rows=event.rows,
                 )
+                message = pb.NodeMessage(request=request)
+                if event.first is not None:
+                    _fill(message.request.first, event.first)
+                return message
             case Chunk():
-                return pb.NodeMessage(chunk=_chunk_message(event))
+                message = pb.NodeMessage()
+                _fill(message.chunk, event)
+                return message
 
     return encode(convert, limits)
 
@@ -88,6 +92,7 @@ def decode_node_event(data: bytes, limits: Limits) -> NodeEvent:
                     rows=request.rows,
                     attempt=request.attempt,
                     mode=Mode(request.mode),
+                    first=_first_event(request),
                 )
             case "chunk":
                 return _chunk_event(message.chunk)
@@ -105,11 +110,15 @@ def encode_server_event(event: ServerEvent, limits: Limits) -> bytes:
             case Ready():
                 return pb.ServerMessage(ready=pb.Ready())
             case BlockAnswer():
-                return pb.ServerMessage(
-                    answer=pb.BlockAnswer(request_id=event.request_id, rows=event.rows, compute_seconds=event.compute_s)
-                )
+                answer = pb.BlockAnswer(request_id=event.request_id, rows=event.rows, compute_seconds=event.compute_s)
+                message = pb.ServerMessage(answer=answer)
+                if event.first is not None:
+                    _fill(message.answer.first, event.first)
+                return message
             case Chunk():
-                return pb.ServerMessage(chunk=_chunk_message(event))
+                message = pb.ServerMessage()
+                _fill(message.chunk, event)
+                return message
             case Failure():
                 return pb.ServerMessage(failure=pb.Failure(code=number(event.code)))
 
@@ -125,7 +134,7 @@ def decode_server_event(data: bytes, limits: Limits) -> ServerEvent:
                 return Ready()
             case "answer":
                 answer = message.answer
-                return BlockAnswer(answer.request_id, answer.rows, answer.compute_seconds)
+                return BlockAnswer(answer.request_id, answer.rows, answer.compute_seconds, _first_event(answer))
             case "chunk":
                 return _chunk_event(message.chunk)
             case "failure":
@@ -166,8 +175,14 @@ def number(member: enum.Enum) -> Any:
     return member.value
 
 
-def _chunk_message(chunk: Chunk) -> Any:
-    return pb.Chunk(request_id=chunk.request_id, first_row=chunk.first_row, rows=chunk.rows, data=chunk.data)
+def _fill(message: Any, chunk: Chunk) -> None:
+    """Write a chunk in place: protobuf copies a message that is made first and then put into another."""
+    message.request_id, message.first_row, message.rows = chunk.request_id, chunk.first_row, chunk.rows
+    message.data = chunk.data
+
+
+def _first_event(announcement: Any) -> Chunk | None:
+    return _chunk_event(announcement.first) if announcement.HasField("first") else None
 
 
 def _chunk_event(message: Any) -> Chunk:

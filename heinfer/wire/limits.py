@@ -13,7 +13,7 @@ from heinfer.errors import ParameterError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
-#: Room in a message for everything but the bytes of its chunk: ids, counters, tags. 64 bytes would do.
+#: Room in a message for everything but the bytes of its chunk: ids, counters, tags. 160 bytes would do.
 ENVELOPE_BYTES = KIB
 
 
@@ -24,8 +24,8 @@ class Limits:
     Attributes:
         chunk_bytes: payload bytes in one chunk.
         message_bytes: bytes of one encoded message; gRPC refuses larger ones before they are decoded.
-        max_rows: rows (ciphertexts) of one request or answer.
-        max_samples: samples of one request; never more than the degree N in any case.
+        max_rows: rows of one request or answer: ciphertexts, or groups of 32 residues in prepared mode.
+        max_samples: samples of one request; in standard mode never more than the degree N in any case.
         max_request_bytes: payload bytes of one request, one answer, or all tensors of one query or result.
         max_open_requests: requests of one session that are announced and not yet answered in full.
         max_tensors: tensors of one query, result or description.

@@ -13,15 +13,20 @@ from dataclasses import dataclass, field
 
 from heinfer.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 1
+#: 2: the first chunk may travel inside its announcement, which version 1 would not see.
+PROTOCOL_VERSION = 2
 PLAN_HASH_BYTES = 32  # SHA-256
 SESSION_BYTES = 16
 
 
 class Mode(enum.Enum):
-    """How the ciphertexts of a request are made; values as on the wire, 2 is kept for prepared mode."""
+    """How the ciphertexts of a request are made, and so what a row is; values as on the wire.
+
+    STANDARD: both parts travel, a row is one ciphertext. PREPARED: b alone travels, a row is a group of 32 residues.
+    """
 
     STANDARD = 1
+    PREPARED = 2
 
 
 class FailureCode(enum.Enum):
@@ -58,7 +63,8 @@ def check_range(name: str, value: int, low: int, high: int) -> None:
 
 def check_uint(name: str, value: int, bits: int, low: int = 0) -> None:
     """Raise LocalProtocolError unless low <= value < 2**bits."""
-    check_range(name, value, low, 2**bits - 1)
+    if not low <= value < 1 << bits:
+        raise LocalProtocolError(f"{name} must be in [{low}, {2**bits - 1}], got {value}")
 
 
 def check_size(name: str, value: bytes, size: int) -> None:
@@ -88,17 +94,18 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """Announces the ciphertexts of one block; node to server, its chunks follow.
+    """Announces the ciphertexts of one block; node to server, its chunks follow, the first perhaps inside.
 
     Attributes:
         session: as in Hello.
         plan_hash: as in Hello.
         block: index into the plan's blocks.
         request_id: larger than those before it in this stream, at least 1.
-        samples: coefficients of b that carry values.
-        rows: elements of the block's input, one ciphertext each.
+        samples: inputs that it carries.
+        rows: how many of them it has; `BlockShape.rows_up` says how many must be.
         attempt: 0, then 1, 2, ... each time the same bytes are sent again.
         mode: how the ciphertexts were made.
+        first: the same as a chunk that follows at once.
     """
 
     session: bytes
@@ -109,6 +116,7 @@ class BlockRequest:
     rows: int
     attempt: int = 0
     mode: Mode = Mode.STANDARD
+    first: Chunk | None = None
 
     def __post_init__(self) -> None:
         check_size("session", self.session, SESSION_BYTES)
@@ -118,6 +126,7 @@ class BlockRequest:
         check_uint("samples", self.samples, 32, low=1)
         check_uint("rows", self.rows, 64, low=1)
         check_uint("attempt", self.attempt, 32)
+        _check_first(self.request_id, self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +146,31 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class BlockAnswer:
-    """Announces the answer to a request; its chunks follow. `compute_s` is what the block took, in seconds."""
+    """Announces the answer to a request; its chunks follow, the first perhaps inside.
+
+    Attributes:
+        request_id: of the request.
+        rows: how many the answer has.
+        compute_s: what the block took, in seconds.
+        first: the same as a chunk that follows at once.
+    """
 
     request_id: int
     rows: int
     compute_s: float
+    first: Chunk | None = None
 
     def __post_init__(self) -> None:
         check_uint("request_id", self.request_id, 64, low=1)
         check_uint("rows", self.rows, 64, low=1)
         if not (math.isfinite(self.compute_s) and self.compute_s >= 0):
             raise LocalProtocolError(f"compute_s must be finite and not negative, got {self.compute_s}")
+        _check_first(self.request_id, self.first)
+
+
+def _check_first(request_id: int, first: Chunk | None) -> None:
+    if first is not None and first.request_id != request_id:
+        raise LocalProtocolError(f"request {request_id} carries a chunk of request {first.request_id}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,11 @@ class EventStream(Generic[T]):
             self.cancel()
             raise
 
+    def notify(self, ended: Callable[[], None]) -> None:
+        """Call back, from some thread, once the call is over, whoever ended it."""
+        if not self._call.add_callback(ended):
+            ended()
+
     def cancel(self) -> None:
         """Give the call up. Iterating, in whatever thread, then raises RemoteProtocolError."""
         self._call.cancel()

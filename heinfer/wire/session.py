@@ -4,14 +4,16 @@
 `LocalProtocolError`, a bug here; one by the peer is a `RemoteProtocolError`. After either the session is broken: a
 server may still send its one `Failure`, a node nothing.
 
-Nothing is buffered: a chunk is checked, counted and handed on. Objects are not thread-safe; where several threads
+Nothing is buffered: a chunk is checked, counted and handed on. A chunk inside an announcement is treated as if it came
+after it, and `receive` hands the two on apart. Objects are not thread-safe; where several threads
 share one, hold a lock from `send` until the event is queued, so that the order checked is the order sent.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from heinfer.errors import LocalProtocolError, ParameterError, ProtocolError, RemoteProtocolError
@@ -26,6 +28,7 @@ from heinfer.wire.messages import (
     Failure,
     FailureCode,
     Hello,
+    Mode,
     NodeEvent,
     Ready,
     RefusedError,
@@ -33,7 +36,7 @@ from heinfer.wire.messages import (
     UploadComplete,
     check_range,
 )
-from heinfer.wire.transfers import BlockShape, Role, Stage, Transfer, row_bytes
+from heinfer.wire.transfers import BlockShape, Role, Stage, Transfer, iterate_row_chunks
 
 
 class State(enum.Enum):
@@ -45,6 +48,8 @@ class State(enum.Enum):
     CLOSING = "closing"
     CLOSED = "closed"
     BROKEN = "broken"
+
+    __hash__ = object.__hash__  # that of an Enum is in Python and slow
 
 
 #: (state, sender, event) -> state after it. What is missing is forbidden.
@@ -88,7 +93,8 @@ class _Session:
         self._open: dict[int, Transfer] = {}
         self._last_id = 0
         for index, shape in enumerate(self._blocks):
-            largest = row_bytes(min(shape.degree, limits.max_samples), shape.degree)
+            # A row of standard mode; those of prepared mode are shorter than any.
+            largest = shape.row_bytes(Mode.STANDARD, shape.max_samples(Mode.STANDARD, limits.max_samples))
             if largest > limits.chunk_bytes:
                 raise ParameterError(
                     f"block {index}: a row at N = {shape.degree} may have {largest} bytes and must fit into a chunk: "
@@ -132,6 +138,8 @@ class _Session:
             return event
         try:
             self._apply(self.role, event)
+            if isinstance(event, (BlockRequest, BlockAnswer)) and event.first is not None:
+                self._apply(self.role, event.first)
         except ProtocolError as error:
             self._state = State.BROKEN
             raise LocalProtocolError(f"{self.role.value}: {error}") from None
@@ -141,14 +149,18 @@ class _Session:
         """Take an event from the peer; `End` when its half of the stream is over.
 
         Returns:
-            The event, followed by UploadComplete or AnswerComplete if it brought the last row of a request.
+            The event, then the chunk that was inside it, if any, then UploadComplete or AnswerComplete if it brought
+            the last row of a request.
 
         Raises:
             RemoteProtocolError: the peer may not send it now; the session is broken.
             RefusedError: likewise, with the code to tell the node; or it is the server's Failure.
         """
+        received: list[Received] = []
         try:
-            complete = self._apply(self.peer, event)
+            for part in _parts(event):
+                complete = self._apply(self.peer, part)
+                received += [part] if complete is None else [part, complete]
         except RefusedError:
             self._state = State.BROKEN
             raise
@@ -157,7 +169,7 @@ class _Session:
             raise RemoteProtocolError(f"from the {self.peer.value}: {error}") from None
         if isinstance(event, Failure):
             raise RefusedError(event.code, f"the server ended the session with {event.code.name}")
-        return (event,) if complete is None else (event, complete)
+        return tuple(received)
 
     def _apply(self, sender: Role, event: Event) -> UploadComplete | AnswerComplete | None:
         after = TRANSITIONS.get((self._state, sender, type(event)))
@@ -204,16 +216,22 @@ class _Session:
         if not self.has_room:
             raise RefusedError(FailureCode.BUSY, f"{len(self._open)} requests are open, which is the limit")
         where = f"request {request.request_id}"
-        check_range(f"{where}: block", request.block, 0, len(self._blocks) - 1)
-        shape = self._blocks[request.block]
-        check_range(f"{where}: samples", request.samples, 1, min(shape.degree, limits.max_samples))
-        check_range(f"{where}: rows by the plan", request.rows, shape.input_rows, shape.input_rows)
-        check_range(f"{where}: rows", max(shape.input_rows, shape.output_rows), 1, limits.max_rows)
+        mode, samples = request.mode, request.samples
+        shape = self._shape(request.block, mode)
+        check_range(f"{where}: samples", samples, 1, shape.max_samples(mode, limits.max_samples))
+        up, down = shape.rows_up(mode, samples), shape.rows_down(mode, samples)
+        check_range(f"{where}: rows by the plan", request.rows, up, up)
+        check_range(f"{where}: rows", max(up, down), 1, limits.max_rows)
         transfer = Transfer(request, shape)
-        largest = max(shape.input_rows, shape.output_rows) * transfer.row_bytes
-        check_range(f"{where}: bytes", largest, 1, limits.max_request_bytes)
+        check_range(f"{where}: bytes", max(up, down) * transfer.row_bytes, 1, limits.max_request_bytes)
         self._last_id = request.request_id
         self._open[request.request_id] = transfer
+
+    def _shape(self, block: int, mode: Mode) -> BlockShape:
+        check_range("block", block, 0, len(self._blocks) - 1)
+        if not self._blocks[block].supports(mode):
+            raise LocalProtocolError(f"block {block} has no {mode.name.lower()} form in this plan")
+        return self._blocks[block]
 
     def _advance(self, sender: Role, event: Chunk | BlockAnswer) -> UploadComplete | AnswerComplete | None:
         transfer = self._transfer(event.request_id)
@@ -266,8 +284,17 @@ class NodeSession(_Session):
         """Open the session: returns the event to be encoded. Raises as `send` does."""
         return self.send(Hello(self._plan_hash, self._session))
 
-    def open_request(self, block: int, samples: int, attempt: int = 0) -> BlockRequest:
+    def open_request(
+        self, block: int, samples: int, mode: Mode = Mode.STANDARD, attempt: int = 0, first: Chunk | None = None
+    ) -> BlockRequest:
         """Announce the ciphertexts of a block, under the next free id.
+
+        Args:
+            block: index into the plan's blocks.
+            samples: inputs that it will carry.
+            mode: how the ciphertexts were made.
+            attempt: how often the same bytes were sent before.
+            first: the first chunk, of request `next_id`, if it is to travel inside.
 
         Returns:
             The event to be encoded; its `request_id` is that of the chunks to send.
@@ -275,11 +302,44 @@ class NodeSession(_Session):
         Raises:
             LocalProtocolError: as `send`; among the reasons that too many requests are open.
         """
-        check_range("block", block, 0, len(self._blocks) - 1)
-        rows = self._blocks[block].input_rows
+        rows = self._shape(block, mode).rows_up(mode, samples)
         return self.send(
-            BlockRequest(self._session, self._plan_hash, block, self._last_id + 1, samples, rows, attempt=attempt)
+            BlockRequest(self._session, self._plan_hash, block, self.next_id, samples, rows, attempt, mode, first)
         )
+
+    @property
+    def next_id(self) -> int:
+        """The id of the request to be opened next."""
+        return self._last_id + 1
+
+    def upload(
+        self, block: int, samples: int, mode: Mode, rows: bytes | memoryview, attempt: int = 0
+    ) -> Iterator[BlockRequest | Chunk]:
+        """Announce a request and send all its rows, as few messages as possible.
+
+        Args:
+            block: index into the plan's blocks.
+            samples: inputs that it carries.
+            mode: how the ciphertexts were made.
+            rows: all rows, packed, C-contiguous.
+            attempt: how often the same bytes were sent before.
+
+        Yields:
+            The events to be encoded, the request first.
+
+        Raises:
+            LocalProtocolError: as `send`; among the reasons that rows are missing.
+        """
+        shape = self._shape(block, mode)
+        row, size = shape.row_bytes(mode, samples), memoryview(rows).nbytes
+        if size != shape.rows_up(mode, samples) * row:
+            raise LocalProtocolError(
+                f"block {block}: {shape.rows_up(mode, samples)} rows of {row} bytes expected, got {size} bytes"
+            )
+        chunks = iterate_row_chunks(self.next_id, rows, row, self._limits.chunk_bytes)
+        yield self.open_request(block, samples, mode, attempt, next(chunks, None))
+        for chunk in chunks:
+            yield self.send(chunk)
 
 
 class ServerSession(_Session):
@@ -295,3 +355,32 @@ class ServerSession(_Session):
     """
 
     role, peer = Role.SERVER, Role.NODE
+
+    def answer(
+        self, request_id: int, rows: int, compute_s: float, chunks: Iterable[Chunk]
+    ) -> Iterator[BlockAnswer | Chunk]:
+        """Announce an answer and send its chunks, the first inside the announcement.
+
+        Args:
+            request_id: of the request.
+            rows: rows of the answer.
+            compute_s: what the block took, in seconds.
+            chunks: all of them, in order.
+
+        Yields:
+            The events to be encoded.
+
+        Raises:
+            LocalProtocolError: as `send`.
+        """
+        remaining = iter(chunks)
+        yield self.send(BlockAnswer(request_id, rows, compute_s, next(remaining, None)))
+        for chunk in remaining:
+            yield self.send(chunk)
+
+
+def _parts(event: Event) -> tuple[Event, ...]:
+    """The event, with what was inside it after it."""
+    if isinstance(event, (BlockRequest, BlockAnswer)) and event.first is not None:
+        return replace(event, first=None), event.first
+    return (event,)

@@ -1,7 +1,9 @@
 """One block request from announcement to last answered row: counters, no data.
 
-A row is one ciphertext in standard mode: b, of which only the first `samples` residues carry values, and a, all N.
+In standard mode a row is one ciphertext: b, of which only the first `samples` residues carry values, and a, all N.
 At N = 2048 and 100 samples a row is 800 + 12800 = 13600 bytes.
+In prepared mode only b travels, every sample packed by itself, and a row is one group of 32 residues, 200 bytes. A
+sample of 3 * 32 * 32 = 3072 values is 96 rows; one of 10 values, a row.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from heinfer.errors import LocalProtocolError, ParameterError
-from heinfer.ring.packing import packed_bytes
-from heinfer.wire.messages import BlockAnswer, BlockRequest, Chunk, check_range
+from heinfer.ring.packing import GROUP_RESIDUES, packed_bytes
+from heinfer.wire.messages import BlockAnswer, BlockRequest, Chunk, Mode, check_range
+
+#: Bytes of a row in prepared mode.
+GROUP_BYTES = packed_bytes(GROUP_RESIDUES)
 
 
 class Role(enum.Enum):
@@ -20,6 +25,8 @@ class Role(enum.Enum):
 
     NODE = "node"
     SERVER = "server"
+
+    __hash__ = object.__hash__  # that of an Enum is in Python and slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +37,45 @@ class BlockShape:
         input_rows: elements of its input.
         output_rows: elements of its output.
         degree: N, coefficients of a ciphertext.
+        values_up: residues of one sample's upload in prepared mode; 0 where the block has no prepared form.
+        values_down: residues of one sample's answer in prepared mode; likewise.
     """
 
     input_rows: int
     output_rows: int
     degree: int
+    values_up: int = 0
+    values_down: int = 0
 
     def __post_init__(self) -> None:
         if min(self.input_rows, self.output_rows, self.degree) < 1:
             raise ParameterError(f"rows and degree of a block must be at least 1, got {self}")
+        if min(self.values_up, self.values_down) < 0 or (self.values_up == 0) != (self.values_down == 0):
+            raise ParameterError(f"values of a block must both be positive, or both 0, got {self}")
+
+    def supports(self, mode: Mode) -> bool:
+        """Whether the block can be asked for in this mode."""
+        return mode is Mode.STANDARD or self.values_up > 0
+
+    def max_samples(self, mode: Mode, limit: int) -> int:
+        """The most samples of one request under a limit of `limit`."""
+        return min(self.degree, limit) if mode is Mode.STANDARD else limit
+
+    def rows_up(self, mode: Mode, samples: int) -> int:
+        """Rows of a request with this many samples."""
+        return self.input_rows if mode is Mode.STANDARD else samples * _groups(self.values_up)
+
+    def rows_down(self, mode: Mode, samples: int) -> int:
+        """Rows of its answer."""
+        return self.output_rows if mode is Mode.STANDARD else samples * _groups(self.values_down)
+
+    def row_bytes(self, mode: Mode, samples: int) -> int:
+        """Bytes of each of these rows, both ways."""
+        return row_bytes(samples, self.degree) if mode is Mode.STANDARD else GROUP_BYTES
+
+
+def _groups(values: int) -> int:
+    return packed_bytes(values) // GROUP_BYTES
 
 
 def row_bytes(samples: int, degree: int) -> int:
@@ -53,6 +90,8 @@ class Stage(enum.Enum):
     UPLOADED = "uploaded"
     ANSWERING = "answering"
     ANSWERED = "answered"
+
+    __hash__ = object.__hash__
 
 
 #: (stage, sender, event) -> (stage after it, stage after it if it brings the last row). What is missing is forbidden.
@@ -76,10 +115,10 @@ class Transfer:
 
     def __init__(self, request: BlockRequest, shape: BlockShape) -> None:
         self.request = request
-        self.row_bytes = row_bytes(request.samples, shape.degree)
+        self.row_bytes = shape.row_bytes(request.mode, request.samples)
         self.stage = Stage.UPLOADING
-        self._rows = shape.input_rows
-        self._output_rows = shape.output_rows
+        self._rows = shape.rows_up(request.mode, request.samples)
+        self._output_rows = shape.rows_down(request.mode, request.samples)
         self._next_row = 0
 
     def advance(self, sender: Role, event: Chunk | BlockAnswer) -> None:
@@ -138,4 +177,7 @@ def iterate_row_chunks(request_id: int, data: bytes | memoryview, row_bytes: int
     total = len(view) // row_bytes
     for first in range(0, total, step):
         rows = min(step, total - first)
-        yield Chunk(request_id, first, rows, bytes(view[first * row_bytes : (first + rows) * row_bytes]))
+        if rows == total and isinstance(data, bytes):  # one chunk: no copy
+            yield Chunk(request_id, 0, rows, data)
+        else:
+            yield Chunk(request_id, first, rows, bytes(view[first * row_bytes : (first + rows) * row_bytes]))

@@ -37,6 +37,7 @@ from heinfer.wire import (
 )
 from heinfer.wire.query_codec import decode_result_event
 from partitioner import partition
+from tests.captured_traffic import flatten
 from tests.parties import WatchedPool, command, parties, refusal, start
 from tests.small_models import dense_model
 
@@ -294,7 +295,7 @@ def ask_server(address: str, folder: Path, change: object = None) -> list[object
     said: list[object] = []
     with open_channel(parse_address(address), Limits()) as channel:
         for event in call_session(channel, events, Limits(), timeout_s=10):
-            said.append(event)
+            said += flatten(event)
     return said
 
 
@@ -391,14 +392,15 @@ def test_server_killed_in_mid_inference_is_an_error_at_once_and_the_node_recover
 
             def ask() -> None:
                 try:
-                    outcome.append(model.predict(x))
+                    while True:  # one query after the other, so that the server dies in one of them
+                        model.predict(x)
                 except HeinferError as error:
                     outcome.append(error)
 
             client = threading.Thread(target=ask)
             client.start()
-            time.sleep(0.5)  # the query takes more than a second
-            assert client.is_alive()
+            time.sleep(0.5)
+            assert client.is_alive(), outcome
             killed = time.monotonic()
             os.kill(server.process.pid, signal.SIGKILL)
             client.join(20)

@@ -18,7 +18,7 @@ from heinfer.ring import RingParameters, packed_bytes, unpack
 from heinfer.wire import BlockRequest, Chunk, Hello, Limits, NodeEvent
 from heinfer.wire.codec import decode_node_event
 from partitioner import partition
-from tests.captured_traffic import Proxy, messages, other_payloads
+from tests.captured_traffic import Proxy, flatten, messages, other_payloads, without_payload
 from tests.parties import WatchedPool, parties
 from tests.small_models import convolution_model
 from trusted_node.seal import SealContext
@@ -99,9 +99,9 @@ def capture(bundle: Path, pool: WatchedPool, x: np.ndarray) -> Capture:
         (connection,) = proxy.connections
         up = bytes(connection.up)
         found = messages(up)
-    events = [decode_node_event(message, Limits()) for message in found]
-    ours = (m.replace(e.data, b"") if isinstance(e, Chunk) else m for m, e in zip(found, events, strict=True))
-    rest = b"".join([*other_payloads(up), *ours])
+    said = [decode_node_event(message, Limits()) for message in found]
+    rest = b"".join([*other_payloads(up), *map(without_payload, found, said)])
+    events = [part for event in said for part in flatten(event)]
     return Capture(up, events, list(pool.secrets), list(pool.scales), rest, blocks)
 
 

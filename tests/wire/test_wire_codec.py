@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from heinfer.wire import (
     FailureCode,
     Hello,
     Limits,
+    Mode,
     QueryFailure,
     QueryFailureCode,
     QueryHeader,
@@ -29,6 +31,7 @@ from heinfer.wire import (
     codec,
     query_codec,
 )
+from heinfer.wire.limits import ENVELOPE_BYTES
 from heinfer.wire.proto import heinfer_pb2 as pb
 from heinfer.wire.queries import DTYPE_BYTES
 
@@ -54,25 +57,40 @@ def unique(elements):
 
 chunks = st.builds(Chunk, uints(64, 1), uints(64), uints(32, 1), st.binary(max_size=50))
 tensor_chunks = st.builds(TensorChunk, uints(32), uints(64), st.binary(min_size=1, max_size=50))
+
+
+def with_first(events):
+    """Let some announcements carry a chunk of their own."""
+    firsts = st.none() | chunks
+    return st.builds(
+        lambda event, first: replace(event, first=first and replace(first, request_id=event.request_id)),
+        events,
+        firsts,
+    )
+
+
 hash_bytes, session_bytes = st.binary(min_size=32, max_size=32), st.binary(min_size=16, max_size=16)
 EVENTS = {
     "node_event": (
         st.builds(Hello, hash_bytes, session_bytes, uints(32))
-        | st.builds(
-            BlockRequest,
-            session_bytes,
-            hash_bytes,
-            uints(32),
-            uints(64, 1),
-            uints(32, 1),
-            uints(64, 1),
-            uints(32),
+        | with_first(
+            st.builds(
+                BlockRequest,
+                session_bytes,
+                hash_bytes,
+                uints(32),
+                uints(64, 1),
+                uints(32, 1),
+                uints(64, 1),
+                uints(32),
+                st.sampled_from(Mode),
+            )
         )
         | chunks
     ),
     "server_event": (
         st.just(Ready())
-        | st.builds(BlockAnswer, uints(64, 1), uints(64, 1), st.floats(0, 1e300))
+        | with_first(st.builds(BlockAnswer, uints(64, 1), uints(64, 1), st.floats(0, 1e300)))
         | st.builds(Failure, st.sampled_from(FailureCode))
         | chunks
     ),
@@ -83,7 +101,9 @@ EVENTS = {
         | st.builds(Statistics, st.binary(max_size=50))
         | st.builds(QueryFailure, st.sampled_from(QueryFailureCode), names)
     ),
-    "description": st.builds(Description, hash_bytes, unique(open_specs), unique(open_specs), uints(32, 1)),
+    "description": st.builds(
+        Description, hash_bytes, unique(open_specs), unique(open_specs), uints(32, 1), st.sampled_from(Mode)
+    ),
 }
 KINDS = sorted(EVENTS)
 
@@ -124,7 +144,8 @@ def test_empty_message_is_refused(kind):
 
 
 def test_every_truncation_is_refused():
-    whole = codec.encode_node_event(BlockRequest(SESSION, HASH, 1, 2, 3, 4, 5), LIMITS)
+    request = BlockRequest(SESSION, HASH, 1, 2, 3, 4, 5, Mode.PREPARED, Chunk(2, 0, 1, b"abc"))
+    whole = codec.encode_node_event(request, LIMITS)
     for size in range(len(whole)):
         with pytest.raises(RemoteProtocolError):
             codec.decode_node_event(whole[:size], LIMITS)
@@ -151,6 +172,14 @@ HOSTILE = {
     "no samples": ("node_event", _request(samples=0)),
     "no rows": ("node_event", _request(rows=0)),
     "id zero": ("node_event", _request(request_id=0)),
+    "first chunk of another request": ("node_event", _request(first=pb.Chunk(request_id=2, rows=1, data=b"x"))),
+    "first chunk without id": ("node_event", _request(first=pb.Chunk(rows=1, data=b"x"))),
+    "first chunk without rows": ("node_event", _request(first=pb.Chunk(request_id=1, data=b"x"))),
+    "first chunk empty": ("node_event", _request(first=pb.Chunk())),
+    "first chunk of another answer": (
+        "server_event",
+        pb.ServerMessage(answer=pb.BlockAnswer(request_id=1, rows=1, first=pb.Chunk(request_id=2, rows=1))),
+    ),
     "chunk without rows": ("node_event", pb.NodeMessage(chunk=pb.Chunk(request_id=1, data=b"x"))),
     "time nan": (
         "server_event",
@@ -194,6 +223,16 @@ def test_name_that_is_not_utf8_is_refused():
     data = _query(_spec(name="xyz")).SerializeToString().replace(b"xyz", b"x\xff\xfe")
     with pytest.raises(RemoteProtocolError):
         query_codec.decode_query_event(data, LIMITS)
+
+
+def test_first_chunk_and_announcement_fit_into_a_message_at_the_smallest_limit():
+    limits = Limits(chunk_bytes=5000, message_bytes=5000 + ENVELOPE_BYTES)
+    most = 2**64 - 1
+    first = Chunk(most, most, 2**32 - 1, bytes(5000))
+    request = BlockRequest(SESSION, HASH, 2**32 - 1, most, 2**32 - 1, most, 2**32 - 1, Mode.PREPARED, first)
+    assert codec.decode_node_event(codec.encode_node_event(request, limits), limits) == request
+    answer = BlockAnswer(most, most, 0.1, first)
+    assert codec.decode_server_event(codec.encode_server_event(answer, limits), limits) == answer
 
 
 def test_message_above_the_limit_is_refused_both_ways_and_at_the_limit_is_not():

@@ -12,6 +12,7 @@ import pytest
 
 from heinfer.errors import InputError, IntegrityError, LocalProtocolError, ParameterError, RemoteProtocolError
 from heinfer.wire import (
+    PROTOCOL_VERSION,
     Address,
     AnswerComplete,
     BlockAnswer,
@@ -272,7 +273,7 @@ def test_generated_stubs_call_the_same_methods(start):
     )
     described = heinfer_pb2_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
     assert described.plan_hash == PLAN
-    hello = pb.NodeMessage(hello=pb.Hello(protocol_version=1, plan_hash=PLAN, session=SESSION))
+    hello = pb.NodeMessage(hello=pb.Hello(protocol_version=PROTOCOL_VERSION, plan_hash=PLAN, session=SESSION))
     (answer,) = heinfer_pb2_grpc.EvaluatorStub(channel).Session(iter([hello]), timeout=TIMEOUT_S)
     assert answer.WhichOneof("kind") == "ready"
 

@@ -22,6 +22,7 @@ from heinfer.wire import (
     FailureCode,
     Hello,
     Limits,
+    Mode,
     NodeSession,
     Ready,
     RefusedError,
@@ -38,7 +39,9 @@ from heinfer.wire.transfers import STAGES, Stage
 
 PLAN, OTHER_PLAN, SESSION = b"p" * 32, b"o" * 32, b"s" * 16
 DEGREE = 64
-BLOCKS = (BlockShape(5, 3, DEGREE), BlockShape(2, 7, DEGREE))
+#: The last has a prepared form: 2 groups a sample up, 3 down.
+BLOCKS = (BlockShape(5, 3, DEGREE), BlockShape(2, 7, DEGREE), BlockShape(4, 2, DEGREE, 40, 70))
+PREPARED_BLOCK = 2
 LIMITS = Limits(chunk_bytes=2000, max_open_requests=3)
 HELLO = Hello(PLAN, SESSION)
 
@@ -49,6 +52,14 @@ def request(request_id=1, **changes):
 
 def chunk(request_id, first_row, rows, samples=33, extra=0):
     return Chunk(request_id, first_row, rows, bytes(rows * row_bytes(samples, DEGREE) + extra))
+
+
+def groups(request_id, first_row, rows, extra=0):
+    return Chunk(request_id, first_row, rows, bytes(rows * 200 + extra))
+
+
+def prepared(samples=3, **changes):
+    return request(**{"block": 2, "mode": Mode.PREPARED, "samples": samples, "rows": 2 * samples, **changes})
 
 
 def peers(limits=LIMITS):
@@ -120,7 +131,7 @@ ILLEGAL_FROM_NODE = {
     "hello twice": [HELLO, Ready(), HELLO],
     "hello twice at once": [HELLO, HELLO],
     "other session": [HELLO, Ready(), request(session=b"x" * 16)],
-    "block too large": [HELLO, Ready(), request(block=2)],
+    "block too large": [HELLO, Ready(), request(block=3)],
     "rows not the plan's": [HELLO, Ready(), request(rows=4)],
     "rows of another block": [HELLO, Ready(), request(block=1)],
     "samples above degree": [HELLO, Ready(), request(samples=65)],
@@ -138,12 +149,33 @@ ILLEGAL_FROM_NODE = {
     "rows of other samples": [HELLO, Ready(), request(), chunk(1, 0, 1, 32)],
     "chunk above the limit": [HELLO, Ready(), request(), chunk(1, 0, 3)],
     "end in the middle": [HELLO, Ready(), request(), End()],
+    "first chunk not at row 0": [HELLO, Ready(), request(first=chunk(1, 1, 1))],
+    "first chunk of all rows and one more": [
+        HELLO,
+        Ready(),
+        request(samples=1, block=1, rows=2, first=chunk(1, 0, 3, 1)),
+    ],
+    "first chunk a byte too long": [HELLO, Ready(), request(first=chunk(1, 0, 1, extra=1))],
+    "first chunk without bytes": [HELLO, Ready(), request(first=Chunk(1, 0, 1, b""))],
+    "first chunk above the limit": [HELLO, Ready(), request(first=chunk(1, 0, 3))],
+    "first row again": [HELLO, Ready(), request(first=chunk(1, 0, 2)), chunk(1, 0, 1)],
+    "rows after a first chunk of all": [HELLO, Ready(), request(block=1, rows=2, first=chunk(1, 0, 2)), chunk(1, 2, 1)],
+    "end after a first chunk of some": [HELLO, Ready(), request(first=chunk(1, 0, 2)), End()],
+    "no prepared form": [HELLO, Ready(), prepared(block=0)],
+    "no prepared form, rows of standard": [HELLO, Ready(), request(mode=Mode.PREPARED)],
+    "prepared rows one too few": [HELLO, Ready(), prepared(3, rows=5)],
+    "prepared rows of one sample": [HELLO, Ready(), prepared(3, rows=2)],
+    "prepared rows of standard": [HELLO, Ready(), prepared(3, rows=4)],
+    "standard rows of prepared": [HELLO, Ready(), request(block=2, samples=3, rows=6)],
+    "prepared a byte too many": [HELLO, Ready(), prepared(), groups(1, 0, 1, extra=1)],
+    "prepared row of standard": [HELLO, Ready(), prepared(1), chunk(1, 0, 1, 1)],
+    "prepared more groups than announced": [HELLO, Ready(), prepared(1), groups(1, 0, 3)],
     "anything after end": [HELLO, Ready(), End(), request()],
     "what a server says": [HELLO, Ready(), BlockAnswer(1, 3, 0.0)],
     "failure": [HELLO, Failure(FailureCode.FAILED)],
 }
 REFUSED_WITH_CODE = {
-    "version": ([replace(HELLO, protocol_version=2)], FailureCode.VERSION),
+    "version": ([replace(HELLO, protocol_version=1)], FailureCode.VERSION),
     "plan": ([Hello(OTHER_PLAN, SESSION)], FailureCode.PLAN),
     "plan of a request": ([HELLO, Ready(), request(plan_hash=OTHER_PLAN)], FailureCode.PLAN),
     "too many": ([HELLO, Ready(), *(request(k) for k in range(1, 5))], FailureCode.BUSY),
@@ -200,6 +232,11 @@ ILLEGAL_FROM_SERVER = {
     "after the last row": [BlockAnswer(1, 3, 0.0), chunk(1, 0, 2), chunk(1, 2, 1), chunk(1, 3, 1)],
     "a byte too many": [BlockAnswer(1, 3, 0.0), chunk(1, 0, 1, extra=1)],
     "end in the middle": [BlockAnswer(1, 3, 0.0), End()],
+    "first chunk not at row 0": [BlockAnswer(1, 3, 0.0, chunk(1, 1, 1))],
+    "first chunk above the limit": [BlockAnswer(1, 3, 0.0, chunk(1, 0, 3))],
+    "first chunk a byte too short": [BlockAnswer(1, 3, 0.0, chunk(1, 0, 2, extra=-1))],
+    "first row again": [BlockAnswer(1, 3, 0.0, chunk(1, 0, 2)), chunk(1, 0, 1)],
+    "first chunk of groups": [BlockAnswer(1, 3, 0.0, groups(1, 0, 3))],
     "what a node says": [HELLO],
 }
 
@@ -216,6 +253,92 @@ def test_illegal_from_server_is_remote_at_the_node_and_local_at_the_server(event
     with pytest.raises(RemoteProtocolError):
         node.receive(events[-1])
     assert node.state is server.state is State.BROKEN
+
+
+def test_small_block_is_one_message_each_way_and_complete_at_once():
+    node, server = opened()
+    data, answer = bytes(range(200)) * 6, bytes(range(100)) * 18
+    (asked,) = node.upload(PREPARED_BLOCK, 3, Mode.PREPARED, data)
+    bare = replace(asked, first=None)
+    assert server.receive(asked) == (bare, Chunk(1, 0, 6, data), UploadComplete(bare))
+    (said,) = server.answer(1, 9, 0.25, iterate_row_chunks(1, answer, 200, LIMITS.chunk_bytes))
+    announced, first, complete = node.receive(said)
+    assert (announced, first) == (BlockAnswer(1, 9, 0.25), Chunk(1, 0, 9, answer))
+    assert isinstance(complete, AnswerComplete)
+    assert complete.request.request_id == 1
+    assert node.open_requests == server.open_requests == ()
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_large_block_is_cut_and_the_first_piece_travels_inside(kind):
+    node, server = opened()
+    data = bytes(k % 251 for k in range(16 * 200))
+    asked, *more = node.upload(PREPARED_BLOCK, 8, Mode.PREPARED, kind(data), attempt=4)
+    assert (asked.attempt, asked.rows, len(asked.first.data), len(more)) == (4, 16, 2000, 1)
+    bare, first = server.receive(asked)
+    assert bare.first is None
+    chunk, complete = server.receive(more[0])
+    assert complete == UploadComplete(bare)
+    assert first.data + chunk.data == data
+    pieces = [groups(1, row, 6) for row in (0, 6, 12, 18)]
+    events = [item for event in server.answer(1, 24, 0.0, pieces) for item in node.receive(event)]
+    assert events[:-1] == [BlockAnswer(1, 24, 0.0), *pieces]
+    assert isinstance(events[-1], AnswerComplete)
+
+
+@pytest.mark.parametrize("size", [0, 200, 1199, 1201, 1400])
+def test_upload_that_is_not_all_rows_is_refused_before_anything_is_sent(size):
+    node, _ = opened()
+    with pytest.raises(LocalProtocolError, match="6 rows of 200 bytes"):
+        list(node.upload(PREPARED_BLOCK, 3, Mode.PREPARED, bytes(size)))
+    assert node.state is State.READY
+    assert node.open_requests == ()
+
+
+def test_prepared_request_for_a_block_without_prepared_form_is_refused_on_both_sides():
+    node, server = opened()
+    with pytest.raises(LocalProtocolError, match="no prepared form"):
+        node.open_request(0, 1, Mode.PREPARED)
+    assert node.state is State.READY
+    with pytest.raises(RemoteProtocolError, match="no prepared form"):
+        server.receive(prepared(block=0))
+
+
+def test_prepared_samples_may_exceed_the_degree_but_not_the_limit():
+    limits = replace(LIMITS, max_samples=DEGREE + 6)
+    assert opened(limits)[1].receive(prepared(DEGREE + 6)) == (prepared(DEGREE + 6),)
+    with pytest.raises(RemoteProtocolError, match="samples"):
+        opened(limits)[1].receive(prepared(DEGREE + 7))
+
+
+@pytest.mark.parametrize("changes", [{"max_rows": 8}, {"max_request_bytes": 9 * 200 - 1}], ids=["rows", "bytes"])
+def test_prepared_answer_that_would_exceed_a_limit_is_refused_with_its_request(changes):
+    name, value = next(iter(changes.items()))
+    opened(replace(LIMITS, **{name: value + 1}))[1].receive(prepared(3))
+    with pytest.raises(RemoteProtocolError):
+        opened(replace(LIMITS, **changes))[1].receive(prepared(3))
+
+
+def test_shape_counts_rows_by_mode():
+    shape = BlockShape(4, 2, DEGREE, 40, 64)
+    assert (shape.rows_up(Mode.STANDARD, 9), shape.rows_down(Mode.STANDARD, 9)) == (4, 2)
+    assert (shape.rows_up(Mode.PREPARED, 9), shape.rows_down(Mode.PREPARED, 9)) == (18, 18)
+    assert shape.row_bytes(Mode.STANDARD, 9) == row_bytes(9, DEGREE)
+    assert shape.row_bytes(Mode.PREPARED, 9) == 200
+    assert shape.supports(Mode.PREPARED)
+    assert not BlockShape(4, 2, DEGREE).supports(Mode.PREPARED)
+
+
+@pytest.mark.parametrize("values", [(1, 0), (0, 1), (-1, 1), (-1, -1)])
+def test_shape_with_values_one_way_only_is_refused(values):
+    with pytest.raises(ParameterError):
+        BlockShape(4, 2, DEGREE, *values)
+
+
+@pytest.mark.parametrize("event", [request, lambda **changes: BlockAnswer(1, 3, 0.0, **changes)])
+def test_first_chunk_of_another_request_is_no_event(event):
+    with pytest.raises(LocalProtocolError, match="request 2"):
+        event(first=chunk(2, 0, 1))
 
 
 def test_answer_before_the_upload_is_complete_is_refused_on_both_sides():
@@ -281,13 +404,18 @@ EVENTS = st.one_of(
         BlockRequest,
         st.sampled_from([SESSION, SESSION, b"x" * 16]),
         st.sampled_from([PLAN, PLAN, OTHER_PLAN]),
-        st.integers(0, 2),
+        st.integers(0, 3),
         small,
         st.sampled_from([1, 33, 64, 65]),
         st.sampled_from([5, 2, 2**63]),
+        mode=st.sampled_from(Mode),
     ),
+    st.sampled_from([request(k, first=chunk(k, row, 2)) for k in (1, 2, 3) for row in (0, 1)]),
+    st.sampled_from([prepared(3, request_id=k, first=groups(k, 0, rows)) for k in (1, 2, 3) for rows in (5, 6, 7)]),
+    st.sampled_from([BlockAnswer(k, 3, 0.1, chunk(k, 0, rows)) for k in (1, 2) for rows in (1, 2, 3)]),
+    st.builds(groups, small, st.integers(0, 5), st.integers(1, 3)),
     st.builds(chunk, small, st.integers(0, 5), st.integers(1, 3), st.just(33), st.sampled_from([0, 0, 0, 1])),
-    st.builds(BlockAnswer, small, st.sampled_from([3, 7]), st.just(0.25)),
+    st.builds(BlockAnswer, small, st.sampled_from([3, 7, 9]), st.just(0.25)),
 )
 STARTS = st.sampled_from([[], [HELLO], [HELLO, Ready()], [HELLO, Ready(), request(), chunk(1, 0, 2), chunk(1, 2, 2)]])
 
@@ -339,20 +467,25 @@ class HonestPeers(RuleBasedStateMachine):
         data.draw(st.sampled_from([move for move, possible in moves.items() if possible]))(data)
 
     def server_receives(self, data):
-        event, *complete = self.server.receive(self.up.popleft())
+        event, *others = self.server.receive(self.up.popleft())
         if isinstance(event, Hello):
             self.down.append(self.server.send(Ready()))
-        self.ready += [item.request for item in complete]
+        self.ready += [item.request for item in others if isinstance(item, UploadComplete)]
 
     def node_receives(self, data):
-        _, *complete = self.node.receive(self.down.popleft())
-        self.answered += len(complete)
+        received = self.node.receive(self.down.popleft())
+        self.answered += sum(isinstance(item, AnswerComplete) for item in received)
 
     def ask(self, data):
-        event = self.node.open_request(data.draw(st.integers(0, 1)), data.draw(st.integers(1, DEGREE)))
+        block = data.draw(st.integers(0, len(BLOCKS) - 1))
+        mode = data.draw(st.sampled_from([mode for mode in Mode if BLOCKS[block].supports(mode)]))
+        samples = data.draw(st.integers(1, BLOCKS[block].max_samples(mode, 20)))
+        chunks = self._chunks(self.node.next_id, BLOCKS[block].rows_up, block, mode, samples)
+        first = chunks.popleft() if data.draw(st.booleans()) else None
+        event = self.node.open_request(block, samples, mode, first=first)
         self.up.append(event)
-        row = self.node.row_bytes(event.request_id)
-        self.uploads[event.request_id] = deque(iterate_row_chunks(event.request_id, bytes(event.rows * row), row, 1999))
+        if chunks:
+            self.uploads[event.request_id] = chunks
         self.asked += 1
 
     def upload(self, data):
@@ -360,9 +493,18 @@ class HonestPeers(RuleBasedStateMachine):
 
     def answer(self, data):
         event = self.ready.pop(data.draw(st.integers(0, len(self.ready) - 1)))
-        rows, row = BLOCKS[event.block].output_rows, self.server.row_bytes(event.request_id)
-        self.down.append(self.server.send(BlockAnswer(event.request_id, rows, 0.1)))
-        self.answers[event.request_id] = deque(iterate_row_chunks(event.request_id, bytes(rows * row), row, 1999))
+        shape = BLOCKS[event.block]
+        rows = shape.rows_down(event.mode, event.samples)
+        chunks = self._chunks(event.request_id, shape.rows_down, event.block, event.mode, event.samples)
+        first = chunks.popleft() if data.draw(st.booleans()) else None
+        self.down.append(self.server.send(BlockAnswer(event.request_id, rows, 0.1, first)))
+        if chunks:
+            self.answers[event.request_id] = chunks
+
+    @staticmethod
+    def _chunks(request_id, rows, block, mode, samples):
+        row = BLOCKS[block].row_bytes(mode, samples)
+        return deque(iterate_row_chunks(request_id, bytes(rows(mode, samples) * row), row, 1999))
 
     def download(self, data):
         self._send_one(data, self.server, self.answers, self.down)

@@ -11,6 +11,7 @@ class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     MODE_UNSPECIFIED: _ClassVar[Mode]
     MODE_STANDARD: _ClassVar[Mode]
+    MODE_PREPARED: _ClassVar[Mode]
 
 class FailureCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -30,6 +31,7 @@ class QueryFailureCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     QUERY_FAILURE_INTEGRITY: _ClassVar[QueryFailureCode]
 MODE_UNSPECIFIED: Mode
 MODE_STANDARD: Mode
+MODE_PREPARED: Mode
 FAILURE_UNSPECIFIED: FailureCode
 FAILURE_FAILED: FailureCode
 FAILURE_VERSION: FailureCode
@@ -79,7 +81,7 @@ class Ready(_message.Message):
     def __init__(self) -> None: ...
 
 class BlockRequest(_message.Message):
-    __slots__ = ("session", "plan_hash", "block", "request_id", "attempt", "mode", "samples", "rows")
+    __slots__ = ("session", "plan_hash", "block", "request_id", "attempt", "mode", "samples", "rows", "first")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PLAN_HASH_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +90,7 @@ class BlockRequest(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     plan_hash: bytes
     block: int
@@ -96,7 +99,8 @@ class BlockRequest(_message.Message):
     mode: Mode
     samples: int
     rows: int
-    def __init__(self, session: _Optional[bytes] = ..., plan_hash: _Optional[bytes] = ..., block: _Optional[int] = ..., request_id: _Optional[int] = ..., attempt: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., samples: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
+    first: Chunk
+    def __init__(self, session: _Optional[bytes] = ..., plan_hash: _Optional[bytes] = ..., block: _Optional[int] = ..., request_id: _Optional[int] = ..., attempt: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., samples: _Optional[int] = ..., rows: _Optional[int] = ..., first: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("request_id", "first_row", "rows", "data")
@@ -111,14 +115,16 @@ class Chunk(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., first_row: _Optional[int] = ..., rows: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class BlockAnswer(_message.Message):
-    __slots__ = ("request_id", "rows", "compute_seconds")
+    __slots__ = ("request_id", "rows", "compute_seconds", "first")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     rows: int
     compute_seconds: float
-    def __init__(self, request_id: _Optional[int] = ..., rows: _Optional[int] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
+    first: Chunk
+    def __init__(self, request_id: _Optional[int] = ..., rows: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., first: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("code",)

@@ -48,7 +48,8 @@ class EvaluatorServicer:
 
     def Session(self, request_iterator, context):
         """Hello, Ready, then any number of requests, each a BlockRequest and its chunks up, a BlockAnswer and its chunks
-        down. Requests may overlap; their chunks may interleave.
+        down. Requests may overlap; their chunks may interleave. The first chunk may travel inside BlockRequest or
+        BlockAnswer, so that a small block is one message each way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
