@@ -88,7 +88,8 @@ def windows(x: Floats, window: Window) -> Floats:
     # With ceil_mode the last window may reach beyond the padding.
     bottom = max(bottom, reach[0] - x.shape[2] - top)
     right = max(right, reach[1] - x.shape[3] - left)
-    padded = np.pad(x, ((0, 0), (0, 0), (top, bottom), (left, right)))
+    cropped = x[:, :, max(0, -top) : x.shape[2] - max(0, -bottom), max(0, -left) : x.shape[3] - max(0, -right)]
+    padded = np.pad(cropped, ((0, 0), (0, 0), (max(0, top), max(0, bottom)), (max(0, left), max(0, right))))
     s0, s1, s2, s3 = padded.strides
     return as_strided(
         padded,

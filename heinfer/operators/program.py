@@ -7,7 +7,7 @@ server's, which is purely linear. Both are data (plan.json), so everything that 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -105,8 +105,15 @@ class Program:
         Raises:
             PlanError: an array is missing or does not fit.
         """
+        self._check(arrays, self.steps)
+
+    def check_maps(self, maps: Arrays) -> None:
+        """Check the index maps alone; what `check_arrays` says of them holds here."""
+        self._check(maps, [step for step in self.steps if isinstance(step, Take)])
+
+    def _check(self, arrays: Arrays, steps: Sequence[Step]) -> None:
         shapes = self.shapes
-        for step in self.steps:
+        for step in steps:
             name = array_of(step)
             if name is None:
                 continue

@@ -19,7 +19,7 @@ Shape = tuple[Annotated[int, Field(ge=0)], ...]
 #: Largest extent of a window that makes sense; keeps the kernels' indices within 64 bits.
 _EXTENT = 1 << 20
 _Length = Annotated[int, Field(ge=1, le=_EXTENT)]
-_Pad = Annotated[int, Field(ge=0, le=_EXTENT)]
+_Pad = Annotated[int, Field(ge=-_EXTENT, le=_EXTENT)]
 Pair = tuple[_Length, _Length]
 Pads = tuple[_Pad, _Pad, _Pad, _Pad]
 
@@ -33,7 +33,7 @@ class Window:
     Attributes:
         kernel: height and width.
         strides: down and across.
-        pads: top, left, bottom, right (zeros).
+        pads: top, left, bottom, right (zeros); a negative one crops.
         dilations: down and across.
         output: height and width of the result.
     """

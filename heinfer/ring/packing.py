@@ -33,6 +33,11 @@ _SPARE_BITS: Final = 64 - MODULUS_BITS
 _MASK: Final = 2**MODULUS_BITS - 1
 _LIMB_BASE: Final = 2**LIMB_BITS
 _LIMB_MASK: Final = 2**LIMB_BITS - 1
+_PART_BITS: Final = 26
+_PART: Final = 2.0**_PART_BITS
+_PART_INVERSE: Final = 2.0**-_PART_BITS
+#: Rows and columns of the blocks that `transpose_into` copies: 8 KiB, a quarter of the first-level cache.
+_BLOCK: Final = 32
 
 
 def kernel(function: Function) -> Function:
@@ -46,13 +51,24 @@ def kernel(function: Function) -> Function:
 @kernel
 def high_limb(residue: int) -> float:
     """Upper 25 bits of a residue below 2**50, as float64."""
-    return float(residue >> LIMB_BITS)
+    return float(np.int32(residue >> LIMB_BITS))  # processors without AVX-512 convert vectors of 32 bits only
 
 
 @kernel
 def low_limb(residue: int) -> float:
     """Lower 25 bits of a residue, as float64."""
-    return float(residue & _LIMB_MASK)
+    return float(np.int32(residue & _LIMB_MASK))
+
+
+@kernel
+def _integer(value: float) -> int:
+    """Convert an integer below 2**53 in magnitude to int64, by vectors of 32 bits.
+
+    Proof. a = rint(value / 2**26) is at most 2**27 and value - a * 2**26 at most 2**25 in magnitude; both are exact.
+    """
+    upper = np.rint(value * _PART_INVERSE)
+    rest = value - upper * _PART
+    return (np.int64(np.int32(upper)) << _PART_BITS) + np.int64(np.int32(rest))  # type: ignore[return-value]
 
 
 @kernel
@@ -61,7 +77,8 @@ def join_limbs(high: float, low: float, modulus: int, inverse: float) -> int:
 
     Proof. |high| and |low| are integers below 2**53, so v = high * 2**25 + low is below 2**78.1 and v / q below 2**29.1
     in magnitude. The float64 estimate of v / q has four roundings at most, 4 * 2**-53 relative, hence an absolute error
-    below 2**-21; the rounded quotient t is within 0.5 + 2**-21 of v / q and v - t * q within 0.51 * q < 2**50 of zero.
+    below 2**-21; the rounded quotient t is within 0.5 + 2**-21 of v / q, below 2**30, and v - t * q within
+    0.51 * q < 2**50 of zero.
     Both int64 products wrap modulo 2**64, but their true difference fits, so the wrapped one equals it.
 
     Args:
@@ -73,9 +90,9 @@ def join_limbs(high: float, low: float, modulus: int, inverse: float) -> int:
     Returns:
         The residue, in [0, q).
     """
-    quotient = int(np.rint((high * _LIMB_BASE + low) * inverse))
-    rest = int(high) * _LIMB_BASE + int(low) - quotient * modulus
-    return rest + ((rest >> 63) & modulus)
+    quotient = np.int64(np.int32(np.rint((high * _LIMB_BASE + low) * inverse)))
+    rest = (_integer(high) << LIMB_BITS) + _integer(low) - quotient * modulus
+    return rest + ((rest >> 63) & modulus)  # type: ignore[return-value]
 
 
 @kernel
@@ -119,6 +136,27 @@ def join_into(product: NDArray[np.float64], out: NDArray[np.int64], modulus: int
         else:
             for column in range(columns):
                 out[row, column] = join_limbs(product[row, column], product[row, columns + column], modulus, inverse)
+
+
+@kernel
+def transpose_into(source: NDArray[np.int64], start: int, stop: int, out: NDArray[np.int64]) -> None:
+    """Write columns [start, stop) of `source`, shape (rows, columns), to the same rows of `out` (columns, rows).
+
+    Blocks go through a small buffer: rows that are a power of two apart share few cache lines, so memory is read and
+    written in runs of at least four lines, and only the buffer by columns.
+    """
+    rows = source.shape[0]
+    buffer = np.empty((_BLOCK, _BLOCK + 1), np.int64)
+    for left in range(start, stop, _BLOCK):
+        width = min(_BLOCK, stop - left)
+        for top in range(0, rows, _BLOCK):
+            height = min(_BLOCK, rows - top)
+            for row in range(height):
+                for column in range(width):
+                    buffer[row, column] = source[top + row, left + column]
+            for column in range(width):
+                for row in range(height):
+                    out[left + column, top + row] = buffer[row, column]
 
 
 _local = threading.local()

@@ -136,6 +136,11 @@ class ModularMatrix:
         """Refuse: the checks of the constructor would no longer hold."""
         raise AttributeError(f"ModularMatrix is immutable; cannot set {name}")
 
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        """The integers, shape (outputs, inputs), read-only: for operators that multiply in another orientation."""
+        return self._weights
+
     def multiply(
         self, residues: NDArray[np.int64], out: NDArray[np.int64] | None = None, *, threads: int | None = None
     ) -> NDArray[np.int64]:
@@ -219,7 +224,7 @@ class ModularMatrix:
         workers = core_count() if threads is None else threads
         if self._work(columns) >= THREADED_WORK:
             count = max(min(-(-count // workers) * workers, columns // _NARROW), 1)
-        return _even_slices(columns, count)
+        return even_slices(columns, count)
 
     def _tiles(self, columns: int, threads: int | None) -> list[tuple[slice, slice]]:
         """Tiles of (rows, columns): rows are cut only where there are too few columns for all threads."""
@@ -228,7 +233,7 @@ class ModularMatrix:
         cuts = 1
         if len(spans) < workers and self._work(columns) >= THREADED_WORK:
             cuts = max(min(-(-workers // max(1, len(spans))), self.outputs // _TILE_ROWS), 1)
-        return [(rows, span) for rows in _even_slices(self.outputs, cuts) for span in spans]
+        return [(rows, span) for rows in even_slices(self.outputs, cuts) for span in spans]
 
     def _work(self, columns: int) -> int:
         """Multiply-adds of limbs."""
@@ -247,8 +252,8 @@ class ModularMatrix:
         join_into(scratch, out, self.parameters.modulus, chunk.start > 0)
 
 
-def _even_slices(length: int, count: int) -> list[slice]:
-    """Cut a range into at most `count` slices, of equal length up to rounding to cache lines of 8 elements."""
+def even_slices(length: int, count: int) -> list[slice]:
+    """Cut [0, length) into at most `count` slices, of equal length up to rounding to cache lines of 8 elements."""
     step = max(8, -(-length // (8 * max(1, count))) * 8)
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 

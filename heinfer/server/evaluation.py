@@ -2,12 +2,13 @@
 
     packed rows (b | a) --> residues (rows, samples + N) --> program --> residues --> packed rows
 
-b and a are acted on alike, so they lie side by side as more samples of one tensor.
+b and a are acted on alike, so they lie side by side as more samples of one tensor. Programs want samples first, so
+residues are transposed on the way in and out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 
 import numpy as np
@@ -16,7 +17,11 @@ from numpy.typing import NDArray
 from heinfer.errors import CiphertextError
 from heinfer.operators import ResidueProgram
 from heinfer.plan import ServerBundle
-from heinfer.ring import pack, packed_bytes, self_test, unpack
+from heinfer.ring import even_slices, pack, packed_bytes, run_tiles, self_test, transpose_into, unpack
+from heinfer.server.prepared import PreparedBlocks
+
+#: Residues per tile of a transposition.
+_TILE_RESIDUES = 1 << 17
 
 
 class BlockEvaluator:
@@ -33,15 +38,28 @@ class BlockEvaluator:
         self.bundle = bundle
         self._parameters = bundle.plan.ring.parameters
         self_test(self._parameters)
-        self._programs = [ResidueProgram(b.program, bundle.arrays, self._parameters) for b in bundle.plan.blocks]
+        self._programs: dict[int, ResidueProgram] = {}
+        self.prepared = PreparedBlocks(bundle) if bundle.plan.has_prepared_mode else None
 
-    def warm_up(self) -> None:
-        """Run every block once on zeros, so that kernels are compiled before the first request."""
-        for index, block in enumerate(self.bundle.plan.blocks):
-            self.evaluate(index, np.zeros((block.input_rows, 32), np.int64))
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Run blocks once on zeros, so that kernels are compiled before the first request.
+
+        In a plan with prepared mode these are the blocks as prepared mode has them; their kernels are the same.
+
+        Args:
+            progress: called with (blocks done, blocks).
+        """
+        blocks = self.bundle.plan.blocks
+        for index, block in enumerate(blocks):
+            if self.prepared is not None:
+                self.prepared.warm_up(index)
+            else:
+                self.evaluate(index, np.zeros((block.input_rows, 32), np.int64))
+            if progress is not None:
+                progress(index + 1, len(blocks))
 
     def evaluate(self, block: int, residues: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Evaluate a block.
+        """Evaluate a block in standard mode.
 
         Args:
             block: index into the plan's blocks.
@@ -50,16 +68,37 @@ class BlockEvaluator:
         Returns:
             int64 in [0, q), shape (output rows, columns).
         """
-        program = self._programs[block]
+        program = self._program(block)
         columns = residues.shape[1]
         inputs, first = [], 0
         for shape in program.program.inputs:
             rows = residues[first : first + prod(shape)]
-            inputs.append(np.moveaxis(rows.reshape(*shape, columns), -1, 0))
+            x = np.empty((columns, prod(shape)), np.int64)
+            _transpose(rows, x)
+            inputs.append(x.reshape(columns, *shape))
             first += prod(shape)
-        outputs = program.evaluate(inputs)
-        parts = [np.moveaxis(y, 0, -1).reshape(-1, columns) for y in outputs]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        result = np.empty((sum(map(prod, program.program.output_shapes)), columns), np.int64)
+        first = 0
+        for y in program.evaluate(inputs):
+            end = first + prod(y.shape[1:])
+            _transpose(y.reshape(columns, end - first), result[first:end])
+            first = end
+        return result
+
+    def _program(self, block: int) -> ResidueProgram:
+        """Return a block's program, made when it is first needed: a server in prepared mode holds weights once."""
+        found = self._programs.get(block)
+        if found is None:
+            found = ResidueProgram(self.bundle.plan.blocks[block].program, self.bundle.arrays, self._parameters)
+            self._programs[block] = found
+        return found
+
+
+def _transpose(source: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+    """Transpose on all cores; both C-contiguous."""
+    rows = np.ascontiguousarray(source)
+    tiles = even_slices(rows.shape[1], rows.size // _TILE_RESIDUES)
+    run_tiles(lambda span: transpose_into(rows, span.start, span.stop, out), tiles)
 
 
 class Upload:

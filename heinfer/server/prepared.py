@@ -1,0 +1,113 @@
+"""Prepared mode: the ordinary operator on a tensor of residues of the input's own shape.
+
+    packed b (samples, values up) --> residues --> program --> residues (samples, values down) --> packed
+
+Only b travels: a is fixed, and what becomes of it is the node's business. Several uploads of a block that wait together
+are evaluated in one product.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heinfer.errors import CiphertextError
+from heinfer.operators import ResidueProgram
+from heinfer.plan import ServerBundle
+from heinfer.processes import core_count
+from heinfer.ring import pack, packed_bytes, unpack
+from heinfer.server.merging import Merger
+
+Residues = NDArray[np.int64]
+#: Samples that `warm_up` tries: kernels compile once for all, and BLAS gets its buffers.
+_WARM_UP_SAMPLES = (1, 2)
+
+
+class PreparedBlocks:
+    """All blocks of a plan with prepared mode, ready to run; safe to use from several threads.
+
+    Args:
+        bundle: the server's folder.
+    """
+
+    def __init__(self, bundle: ServerBundle) -> None:
+        self._ring = bundle.plan.ring.parameters
+        self._programs = [
+            ResidueProgram(form.program, {**bundle.arrays, **form.arrays}, self._ring)
+            for form in bundle.forms
+            if form is not None
+        ]
+        self._merger = Merger(self._run, core_count())
+
+    def warm_up(self, block: int) -> None:
+        """Run a block on zeros, so that the first query finds everything compiled."""
+        for samples in _WARM_UP_SAMPLES:
+            self._run(block, np.zeros((samples, self.values(block)[0]), np.int64))
+
+    def values(self, block: int) -> tuple[int, int]:
+        """Return the residues of one sample, up and down."""
+        program = self._programs[block].program
+        return sum(map(prod, program.inputs)), sum(map(prod, program.output_shapes))
+
+    def evaluate(self, block: int, packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Evaluate a block.
+
+        Args:
+            block: index.
+            packed: b of every sample, shape (samples, packed bytes of the values up).
+
+        Returns:
+            Packed answers, shape (samples, packed bytes of the values down).
+
+        Raises:
+            CiphertextError: a residue is not below q.
+        """
+        up, _ = self.values(block)
+        return pack(self._merger.evaluate(block, unpack(packed, up, self._ring.modulus)))
+
+    def _run(self, block: int, residues: Residues) -> Residues:
+        program = self._programs[block]
+        inputs, first = [], 0
+        for shape in program.program.inputs:
+            part = residues[:, first : first + prod(shape)]
+            inputs.append(part.reshape(len(residues), *shape))
+            first += prod(shape)
+        outputs = [y.reshape(len(residues), -1) for y in program.evaluate(inputs)]
+        return outputs[0] if len(outputs) == 1 else np.concatenate(outputs, axis=1)
+
+
+class Collector:
+    """The bytes of one request as they arrive, in order; what comes in one piece is not copied.
+
+    Args:
+        size: bytes that will come.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._parts: list[bytes] = []
+        self._found = 0
+
+    def add(self, data: bytes) -> None:
+        """Take the next bytes.
+
+        Raises:
+            CiphertextError: more than announced.
+        """
+        self._found += len(data)
+        if self._found > self._size:
+            raise CiphertextError(f"{self._size} bytes announced, {self._found} found")
+        self._parts.append(data)
+
+    def rows(self, samples: int, values: int) -> NDArray[np.uint8]:
+        """Return all bytes, one row a sample.
+
+        Raises:
+            CiphertextError: fewer than announced.
+        """
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        if len(data) != samples * packed_bytes(values):
+            raise CiphertextError(f"{samples * packed_bytes(values)} bytes expected, {len(data)} found")
+        return np.frombuffer(data, np.uint8).reshape(samples, -1)
