@@ -1,5 +1,6 @@
 """ONNX in, bundle out."""
 
 from partitioner.pipeline import Partition, partition
+from partitioner.rotation import rotate
 
-__all__ = ["Partition", "partition"]
+__all__ = ["Partition", "partition", "rotate"]

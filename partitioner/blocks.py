@@ -14,8 +14,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from heinfer.operators import Program, ScaleConflictError, evaluate_plain
-from heinfer.plan import Block, OutputTerms, TensorSpec
+from heinfer.operators import Program, ScaleConflictError, evaluate_plain, prepare_form
+from heinfer.plan import Block, OutputTerms, PreparedInfo, TensorSpec
 from heinfer.ring import RingParameters, input_scale
 from partitioner.grouping import Group
 from partitioner.lowering import Builder, Lowered
@@ -81,14 +81,17 @@ def build_block(
         raise MoveToNode(made_by[conflict.step]) from conflict
     biases = evaluate_plain(full, builder.arrays, [np.zeros((1, *shape)) for shape in builder.inputs])
     room = float(input_scale(np.ones(1), quantised.row_sum, parameters)[0])
+    program = full.for_server()
+    form = prepare_form(program, quantised.arrays, parameters.degree)
     block = Block(
         inputs=tuple(TensorSpec(str(v.name), shapes[str(v.name)]) for v in inputs),
         outputs=tuple(TensorSpec(str(v.name), shapes[str(v.name)]) for v in outputs),
-        program=full.for_server(),
+        program=program,
         row_sum=quantised.row_sum,
         final=any(_reaches_result(v, sides) for v in outputs),
         operators=tuple(f"{n.name} ({n.op_type})" for n in group.nodes),
         unit_bound=max(norms.unit_bound(room) for norms in quantised.norms),
+        prepared=None if form is None else PreparedInfo.of(form),
     )
     terms = tuple(OutputTerms(bias[0], norms) for bias, norms in zip(biases, quantised.norms, strict=True))
     return BuiltBlock(block, full, builder.arrays, quantised.arrays, terms)

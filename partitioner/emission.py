@@ -26,7 +26,8 @@ from heinfer.plan.bundle import (
     WEIGHTS_FILE,
     pack_terms,
 )
-from heinfer.plan.files import PLAN_FILE, atomic_folder, folder_digest, write_arrays, write_plan
+from heinfer.plan.files import PLAN_FILE, atomic_folder, folder_digest, read_plan, write_arrays, write_plan
+from heinfer.plan.hints import write_hints
 from heinfer.ring import RingParameters
 from partitioner.blocks import BuiltBlock
 from partitioner.grouping import Group
@@ -108,7 +109,8 @@ def emit(result: Draft, content: bytes, target: Path, reference: bool) -> Plan:
         server, node = work / "server", work / "node"
         server.mkdir()
         node.mkdir()
-        write_arrays(server / WEIGHTS_FILE, {n: a for built in result.blocks for n, a in built.integers.items()})
+        integers = {n: a for built in result.blocks for n, a in built.integers.items()}
+        write_arrays(server / WEIGHTS_FILE, integers)
         write_arrays(node / SCALES_FILE, _term_arrays([built.terms for built in result.blocks]))
         for name, model in result.submodels.items():
             (node / name).write_bytes(model)
@@ -118,6 +120,8 @@ def emit(result: Draft, content: bytes, target: Path, reference: bool) -> Plan:
         )
         for folder in (work, server, node):
             write_plan(folder / PLAN_FILE, plan)
+        _, plan_hash = read_plan(node)
+        write_hints(node, plan, plan_hash, integers)
         if reference:
             _write_reference(work / "reference", result.reference(content))
     return plan

@@ -5,7 +5,7 @@
               nothing else reads, where the product folds; no Gemm transposes an activation
 
 BatchNormalization folds by onnxscript's rules. A product in front of weights (input normalisation) folds when only
-weighted operators read it and the factor is one number.
+weighted operators read it and the factor is one number, or one a channel (a feature for Gemm and MatMul).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def _fold_product(model: ir.Model, node: ir.Node) -> None:
     factor = factor.astype(np.float64)
     factor = 1 / factor if node.op_type == "Div" else factor
     producer = value.producer()
-    if factor.size == 1 and _readers_fold(node, factor.ndim):
+    if _readers_fold(node, factor):
         for use in list(node.outputs[0].uses()):
-            _scale_input(model, use.node, float(factor.reshape(-1)[0]))
+            _scale_input(model, use.node, factor)
         node.outputs[0].replace_all_uses_with(value)
     elif producer is not None and _producer_folds(producer, value):
         rows = _row_factors(producer, factor)
@@ -67,17 +67,37 @@ def _take_over(old: ir.Value, new: ir.Value) -> None:
         old.name, new.name = f"{name}.folded", name
 
 
-def _readers_fold(node: ir.Node, rank: int) -> bool:
-    """Whether all that reads a product are weighted operators, in the place of their activation.
-
-    A factor of higher rank than the weights might add an axis to the activation and does not fold.
-    """
+def _readers_fold(node: ir.Node, factor: NDArray[np.float64]) -> bool:
+    """Whether all that reads a product are weighted operators, in the place of their activation, and can take it in."""
     uses = list(node.outputs[0].uses())
     return (
         bool(uses)
         and not node.outputs[0].is_graph_output()
-        and all(u.node.op_type in _WEIGHTED and u.idx == 0 and _rank(u.node.inputs[1]) >= rank for u in uses)
+        and all(u.node.op_type in _WEIGHTED and u.idx == 0 and _input_factors(u.node, factor) is not None for u in uses)
     )
+
+
+def _input_factors(reader: ir.Node, factor: NDArray[np.float64]) -> NDArray[np.float64] | None:
+    """Return what a reader's weights are multiplied with, shaped like them up to broadcasting; None if it can't be.
+
+    A factor of higher rank than the weights might add an axis to the activation and does not fold.
+    """
+    weights = constant(reader.inputs[1])
+    if weights is None or factor.ndim > weights.ndim:
+        return None
+    if factor.size == 1:
+        return factor.reshape(())
+    if reader.op_type == "Conv":
+        group = reader.attributes.get_int("group", 1)
+        channels = weights.shape[1] * group
+        if (1,) * (weights.ndim - factor.ndim) + factor.shape != (1, channels, *([1] * (weights.ndim - 2))):
+            return None
+        by_group = np.repeat(factor.reshape(group, -1), weights.shape[0] // group, axis=0)
+        return by_group.reshape(*weights.shape[:2], *([1] * (weights.ndim - 2)))
+    by_rows = bool(reader.attributes.get_int("transB", 0))
+    if weights.ndim != 2 or not factor.size == factor.shape[-1] == weights.shape[1 if by_rows else 0]:
+        return None
+    return factor.reshape(1, -1) if by_rows else factor.reshape(-1, 1)
 
 
 def _producer_folds(producer: ir.Node, value: ir.Value) -> bool:
@@ -130,10 +150,11 @@ def _scale_rows(model: ir.Model, node: ir.Node, rows: NDArray[np.float64]) -> No
         _replace(model, node, 2, bias * rows)
 
 
-def _scale_input(model: ir.Model, node: ir.Node, factor: float) -> None:
-    weights = constant(node.inputs[1])
+def _scale_input(model: ir.Model, node: ir.Node, factor: NDArray[np.float64]) -> None:
+    weights, factors = constant(node.inputs[1]), _input_factors(node, factor)
     assert weights is not None  # the callers have checked
-    _replace(model, node, 1, weights.astype(np.float64) * factor)
+    assert factors is not None
+    _replace(model, node, 1, weights.astype(np.float64) * factors)
 
 
 def _replace(model: ir.Model, node: ir.Node, position: int, array: NDArray[np.float64]) -> None:

@@ -60,12 +60,12 @@ def lenet_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bundle"
 
 
-@pytest.fixture(scope="session")
-def lenet(lenet_bundle: Path) -> Iterator[LocalModel]:
-    """The released LeNet-5 behind a node and a server that are processes of their own; the node traces."""
+@pytest.fixture(scope="session", params=["standard", "prepared"])
+def lenet(lenet_bundle: Path, request: pytest.FixtureRequest) -> Iterator[LocalModel]:
+    """The released LeNet-5 behind a node and a server that are processes of their own; the node traces. Each mode."""
     from heinfer.client import local
 
-    with local(lenet_bundle, allow_trace=True) as model:
+    with local(lenet_bundle, allow_trace=True, mode=request.param) as model:
         yield model
 
 
@@ -89,12 +89,12 @@ def dense_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bundle"
 
 
-@pytest.fixture(scope="session")
-def dense(dense_bundle: Path) -> Iterator[LocalModel]:
-    """The small dense model behind processes of its own; the node does not trace."""
+@pytest.fixture(scope="session", params=["standard", "prepared"])
+def dense(dense_bundle: Path, request: pytest.FixtureRequest) -> Iterator[LocalModel]:
+    """The small dense model behind processes of its own, in each mode; the node does not trace."""
     from heinfer.client import local
 
-    with local(dense_bundle) as model:
+    with local(dense_bundle, mode=request.param) as model:
         yield model
 
 

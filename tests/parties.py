@@ -20,9 +20,12 @@ from heinfer.processes import child_environment
 from heinfer.ring import RingParameters
 from heinfer.server.evaluation import BlockEvaluator
 from heinfer.server.service import EvaluatorService
-from heinfer.wire import Address, Limits
-from trusted_node.engine import Engine, block_shapes
+from heinfer.wire import Address, Limits, block_shapes
+from trusted_node.engine import Engine
 from trusted_node.link import ServerLink
+from trusted_node.modes import ModeChoice
+from trusted_node.pool import PreparedPool
+from trusted_node.preparation import Preparer
 from trusted_node.service import NodeService
 from trusted_node.workers import CryptoPool, Encrypted
 
@@ -82,7 +85,9 @@ class Parties:
 
 
 @contextmanager
-def parties(bundle: Path, pool: WatchedPool, through: Any = None) -> Iterator[Parties]:
+def parties(
+    bundle: Path, pool: WatchedPool, through: Any = None, mode: ModeChoice = ModeChoice.STANDARD, ready: int = 0
+) -> Iterator[Parties]:
     """Start both; `through(address)` may put something between them and return its address."""
     limits = Limits()
     pool.forget()
@@ -91,13 +96,16 @@ def parties(bundle: Path, pool: WatchedPool, through: Any = None) -> Iterator[Pa
     address = server.address if through is None else through(server.address)
     node_bundle = load_node(bundle / "node")
     link = ServerLink(address, node_bundle.plan_hash, block_shapes(node_bundle.plan), limits)
-    engine = Engine(node_bundle, link, pool, limits)
+    prepared = None if mode is ModeChoice.STANDARD else PreparedPool(Preparer(node_bundle), ready)
+    engine = Engine(node_bundle, link, pool, limits, prepared, mode)
     node = NodeService(engine, LOOPBACK, limits, allow_trace=True)
     try:
         yield Parties(evaluator, server, engine, node, pool)
     finally:
         node.stop(0)
         engine.close()
+        if prepared is not None:
+            prepared.close()
         link.close()
         server.stop(0)
 

@@ -1,6 +1,8 @@
 """One query from values to results: cut into groups of samples, each group through the plan's steps.
 
-    samples --> groups of at most N --> [node step --> upload of every block of a round]* --> results
+    samples --> groups --> [node step --> upload of every block of a round]* --> results
+
+A group has at most N samples in standard mode, and as many as fit into memory prepared in prepared mode.
 
 While one group waits for the server, others encrypt and decrypt. A failure that the data cause does not show outside:
 the group goes on with encrypted zeros to the end and only the client is told (design note, rule 5).
@@ -23,8 +25,11 @@ from heinfer.errors import HeinferError, InputError
 from heinfer.plan import NodeBundle, Plan, RoundStep
 from heinfer.plan.execution import NodeStepError, PlanRunner, Tensors
 from heinfer.processes import core_count
-from heinfer.wire import BlockShape, Limits
+from heinfer.wire import Limits, Mode
 from trusted_node.link import LinkSession, ServerLink
+from trusted_node.modes import ModeChoice, choose_mode
+from trusted_node.pool import PreparedPool, Taken
+from trusted_node.prepared_uploads import PreparedUpload
 from trusted_node.statistics import QueryStatistics
 from trusted_node.uploads import Upload
 from trusted_node.workers import CryptoPool
@@ -33,6 +38,10 @@ from trusted_node.workers import CryptoPool
 GROUPS_IN_FLIGHT = 3
 #: Uploads of one group under way at once; each holds a stream, of which a server has a few dozen.
 UPLOADS_IN_FLIGHT = 4
+#: Prepared bytes, and samples, of one group.
+PREPARED_BYTES, PREPARED_SAMPLES = 64 * 2**20, 256
+
+AnyUpload = Upload | PreparedUpload
 
 
 class DataError(InputError):
@@ -46,11 +55,6 @@ class QueryResult:
     outputs: dict[str, NDArray[Any]]
     statistics: QueryStatistics
     trace: dict[str, NDArray[Any]]
-
-
-def block_shapes(plan: Plan) -> list[BlockShape]:
-    """Return what the wire must know of a plan's blocks."""
-    return [BlockShape(b.input_rows, b.output_rows, plan.ring.degree) for b in plan.blocks]
 
 
 def check_inputs(plan: Plan, inputs: Mapping[str, NDArray[Any]]) -> int:
@@ -82,15 +86,31 @@ class Engine:
     Args:
         bundle: the node's folder.
         link: connection to the server.
-        pool: processes for encryption and decryption.
+        pool: processes for encryption and decryption in standard mode.
         limits: sizes on the wire.
+        prepared: prepared queries; needed where the plan and the choice allow prepared mode.
+        choice: which mode queries run in.
+
+    Raises:
+        InputError: prepared mode is asked for, and the plan has none.
     """
 
-    def __init__(self, bundle: NodeBundle, link: ServerLink, pool: CryptoPool, limits: Limits) -> None:
+    def __init__(
+        self,
+        bundle: NodeBundle,
+        link: ServerLink,
+        pool: CryptoPool,
+        limits: Limits,
+        prepared: PreparedPool | None = None,
+        choice: ModeChoice = ModeChoice.AUTO,
+    ) -> None:
         self.bundle = bundle
         self.link = link
         self.pool = pool
         self.limits = limits
+        self.prepared = prepared
+        self.choice = choice if prepared is not None else ModeChoice.STANDARD
+        choose_mode(bundle.plan, choice, 1)
         self.runner = PlanRunner(bundle.plan, bundle.submodels, core_count())
         self._threads = ThreadPoolExecutor(GROUPS_IN_FLIGHT, thread_name_prefix="heinfer-group")
 
@@ -103,7 +123,7 @@ class Engine:
 
         Args:
             inputs: one array a model input, shape (samples, *shape).
-            trace_samples: leading samples, at most N, whose values around every block are returned too.
+            trace_samples: leading samples whose values around every block are returned too.
 
         Raises:
             InputError: inputs don't fit, or hold NaN or infinity; nothing was sent.
@@ -111,47 +131,86 @@ class Engine:
             RemoteProtocolError: the server failed.
         """
         plan = self.bundle.plan
-        samples, degree = check_inputs(plan, inputs), plan.ring.degree
+        samples = check_inputs(plan, inputs)
+        mode = choose_mode(plan, self.choice, samples)
+        size = self._group_size(mode)
         statistics = QueryStatistics.empty(len(plan.blocks), plan.rounds)
-        trace: dict[str, NDArray[Any]] = {}
-        groups: list[Future[dict[str, NDArray[Any]]]] = []
-        for start in range(0, samples, degree):
-            part = {name: x[start : start + degree] for name, x in inputs.items()}
-            group = _Group(self, statistics, trace, trace_samples if start == 0 else 0)
-            groups.append(self._threads.submit(group.run, part))
+        statistics.mode = mode.name.lower()
+        if mode is Mode.PREPARED and self.prepared is not None:
+            statistics.background_s = self.prepared.preparation_s
+        groups: list[tuple[_Group, dict[str, NDArray[Any]]]] = []
+        for start in range(0, samples, size):
+            traced = max(0, min(trace_samples - start, size, samples - start))
+            part = {name: x[start : start + size] for name, x in inputs.items()}
+            groups.append((_Group(self, statistics, traced, mode), part))
+        results = self._run(groups)
+        names = [t.name for t in plan.outputs]
+        traces = [group.trace for group, _ in groups if group.trace]
+        trace = {name: np.concatenate([t[name] for t in traces]) for name in (traces[0] if traces else ())}
+        return QueryResult({n: np.concatenate([r[n] for r in results]) for n in names}, statistics, trace)
+
+    def _run(self, groups: list[tuple[_Group, dict[str, NDArray[Any]]]]) -> list[dict[str, NDArray[Any]]]:
+        """Run groups, a few at a time; a small query runs in the caller's thread, which is the fastest."""
+        if len(groups) == 1 and groups[0][0].is_small:
+            group, part = groups[0]
+            return [group.run(part)]
+        futures = [self._threads.submit(group.run, part) for group, part in groups]
         results: list[dict[str, NDArray[Any]]] = []
         failures: list[DataError] = []
         try:
-            for future in groups:
+            for future in futures:
                 try:
                     results.append(future.result())
                 except DataError as error:  # the server must see the other groups all the same
                     failures.append(error)
         finally:
-            for future in groups:
+            for future in futures:
                 future.cancel()
         if failures:
             raise failures[0]
-        names = [t.name for t in plan.outputs]
-        return QueryResult({n: np.concatenate([r[n] for r in results]) for n in names}, statistics, trace)
+        return results
+
+    def _group_size(self, mode: Mode) -> int:
+        if mode is Mode.STANDARD or self.prepared is None:
+            return self.bundle.plan.ring.degree
+        return max(1, min(PREPARED_SAMPLES, PREPARED_BYTES // max(1, self.prepared.preparer.query_bytes)))
 
 
 class _Group:
     """One group of samples on its way through the plan."""
 
-    def __init__(
-        self, engine: Engine, statistics: QueryStatistics, trace: dict[str, NDArray[Any]], traced: int
-    ) -> None:
+    def __init__(self, engine: Engine, statistics: QueryStatistics, traced: int, mode: Mode) -> None:
         self._engine = engine
         self._plan = engine.bundle.plan
         self._statistics = statistics
-        self._trace = trace
         self._traced = traced
+        self._mode = mode
+        self._taken: Taken | None = None
+        self.trace: dict[str, NDArray[Any]] = {}
         self._failure: DataError | None = None
         self._away_s = 0.0
 
+    @property
+    def is_small(self) -> bool:
+        """Whether a thread of its own is not worth while."""
+        return self._mode is Mode.PREPARED
+
     def run(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
         """Run all steps; raise what the data caused only when the server has seen all rounds."""
+        if self._mode is Mode.STANDARD:
+            return self._run_watched(inputs)
+        pool = self._engine.prepared
+        assert pool is not None  # prepared mode is chosen only where there is one
+        with pool.online():
+            self._taken = pool.take(len(next(iter(inputs.values()))))
+            self._statistics.add_preparation(self._taken.pooled, self._taken.seconds)
+            try:
+                return self._run_watched(inputs)
+            finally:
+                self._taken.wipe()
+                self._taken = None  # groups outlive their run, masks should not
+
+    def _run_watched(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
         started = time.perf_counter()
         samples = len(next(iter(inputs.values())))
         try:
@@ -187,7 +246,7 @@ class _Group:
     def _round(self, step: RoundStep, tensors: Tensors) -> dict[str, NDArray[Any]]:
         """Send the blocks of a round, each over a session of its own, and receive them, a few at a time."""
         made: dict[str, NDArray[Any]] = {}
-        pending: deque[tuple[int, LinkSession, Upload]] = deque()
+        pending: deque[tuple[int, LinkSession, AnyUpload]] = deque()
         try:
             for index in step.blocks:
                 if len(pending) == UPLOADS_IN_FLIGHT:
@@ -204,16 +263,20 @@ class _Group:
                 upload.wipe()
         return made
 
-    def _send(self, index: int, tensors: Tensors, pending: deque[tuple[int, LinkSession, Upload]]) -> None:
+    def _send(self, index: int, tensors: Tensors, pending: deque[tuple[int, LinkSession, AnyUpload]]) -> None:
         engine = self._engine
         session = engine.link.acquire()
-        upload = Upload(engine.bundle, index, session, engine.pool, self._statistics, engine.limits)
+        upload: AnyUpload
+        if self._taken is not None:
+            upload = PreparedUpload(engine.bundle, index, session, self._taken.queries, self._statistics)
+        else:
+            upload = Upload(engine.bundle, index, session, engine.pool, self._statistics, engine.limits)
         pending.append((index, session, upload))
         values = [self._finite(tensors[t.name], t.name) for t in self._plan.blocks[index].inputs]
         upload.send(values)
         self._record(index, "input", values)
 
-    def _receive(self, pending: deque[tuple[int, LinkSession, Upload]]) -> dict[str, NDArray[Any]]:
+    def _receive(self, pending: deque[tuple[int, LinkSession, AnyUpload]]) -> dict[str, NDArray[Any]]:
         index, session, upload = pending[0]
         result = upload.receive(self._traced)
         pending.popleft()
@@ -239,4 +302,4 @@ class _Group:
         if self._traced:
             for position, array in enumerate(arrays):
                 name = f"trace/{block}/{kind}/{position}"
-                self._trace[name] = array[: self._traced].astype(np.float32)
+                self.trace[name] = array[: self._traced].astype(np.float32)

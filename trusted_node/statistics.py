@@ -16,8 +16,8 @@ class BlockCost:
         decrypt_s: seconds of decryption, summed over processes.
         server_s: seconds that the server says it computed.
         wire_s: seconds from the last row sent to the answer's announcement, the server's computation aside.
-        ciphertexts_up: sent.
-        ciphertexts_down: received.
+        ciphertexts_up: sent; in prepared mode those whose b was sent.
+        ciphertexts_down: received; none in prepared mode, where values come back.
         bytes_up: payload sent.
         bytes_down: payload received.
     """
@@ -43,6 +43,10 @@ class QueryStatistics:
         node_s: seconds of the node's own operators, scaling and rounding.
         error_bound: largest bound of an output of a last block.
         rounding_step: largest step that results were rounded to.
+        mode: "standard" or "prepared".
+        pooled: samples whose masks were ready when the query came.
+        preparation_s: seconds of preparing the others, before their first upload; summed over groups.
+        background_s: seconds of preparing one sample in the background, as of late; None in standard mode.
     """
 
     blocks: list[BlockCost]
@@ -51,6 +55,10 @@ class QueryStatistics:
     node_s: float = 0.0
     error_bound: float = 0.0
     rounding_step: float = 0.0
+    mode: str = "standard"
+    pooled: int = 0
+    preparation_s: float = 0.0
+    background_s: float | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
@@ -71,6 +79,12 @@ class QueryStatistics:
             self.groups += 1
             self.node_s += node_s
 
+    def add_preparation(self, pooled: int, seconds: float) -> None:
+        """Count the prepared samples of a group."""
+        with self._lock:
+            self.pooled += pooled
+            self.preparation_s += seconds
+
     def raise_bounds(self, bound: float, step: float) -> None:
         """Take the bound and the rounding step of results into account."""
         with self._lock:
@@ -80,5 +94,6 @@ class QueryStatistics:
     def to_json(self) -> bytes:
         """Return the statistics as JSON."""
         names = ("rounds", "groups", "node_s", "error_bound", "rounding_step")
-        content = {name: getattr(self, name) for name in names}
+        prepared = ("mode", "pooled", "preparation_s", "background_s")
+        content = {name: getattr(self, name) for name in names + prepared}
         return json.dumps({**content, "blocks": [asdict(block) for block in self.blocks]}).encode()

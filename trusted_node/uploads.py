@@ -1,4 +1,4 @@
-"""One upload: the inputs of one block for one group of samples, out and back.
+"""One upload in standard mode: the inputs of one block for one group of samples, out and back.
 
     values --(scale, round, encrypt: workers)--> rows --> server --> rows --(decrypt, scale back: workers)--> values
 
@@ -11,8 +11,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +19,7 @@ from heinfer.errors import LocalProtocolError
 from heinfer.plan import NodeBundle
 from heinfer.wire import BlockAnswer, Limits, row_bytes
 from trusted_node.link import LinkSession
-from trusted_node.rounding import round_to_step, rounding_step
+from trusted_node.results import BlockResult, finish_outputs, row_terms
 from trusted_node.scaling import scale_samples
 from trusted_node.statistics import QueryStatistics
 from trusted_node.workers import CryptoPool, Decrypted, Encrypted, RowTerms
@@ -30,14 +28,6 @@ from trusted_node.workers import CryptoPool, Decrypted, Encrypted, RowTerms
 TASK_ROWS = 32
 #: Tasks that wait for workers at most, per upload.
 TASKS_IN_FLIGHT = 32
-
-
-@dataclass(frozen=True, slots=True)
-class BlockResult:
-    """Outputs of a block, float32 of shape (samples, *shape), and error bounds for the leading samples asked for."""
-
-    outputs: list[NDArray[np.float32]]
-    bounds: list[NDArray[np.float64]]
 
 
 class Upload:
@@ -111,22 +101,8 @@ class Upload:
         finally:
             self.wipe()
         self.waited_s += time.perf_counter() - started
-        outputs, bounds = [], []
-        first = 0
-        for spec, terms in zip(self._block.outputs, self._bundle.terms[self._index], strict=True):
-            count = prod(spec.shape)
-            values = np.ascontiguousarray(rows[first : first + count].T).reshape(self._samples, *spec.shape)
-            first += count
-            leading = self._samples if self._block.final else bounded
-            bound = self._scales.error_bound(terms.norms, values[:leading])
-            if self._block.final:
-                step = rounding_step(bound)
-                values = round_to_step(values, step)
-                bound = bound + step.reshape(-1, *([1] * len(spec.shape))) / 2
-                self._statistics.raise_bounds(float(bound.max(initial=0.0)), float(step.max(initial=0.0)))
-            outputs.append(values)
-            bounds.append(bound[:bounded])
-        return BlockResult(outputs, bounds)
+        values = np.ascontiguousarray(rows.T)
+        return finish_outputs(self._bundle, self._index, self._scales, values, bounded, self._statistics)
 
     def wipe(self) -> None:
         """Overwrite the secret."""
@@ -139,8 +115,8 @@ class Upload:
         self._statistics.add(self._index, encrypt_s=encrypted.seconds)
 
     def _decrypt_answer(self) -> NDArray[np.float32]:
-        terms = _row_terms(self._bundle, self._index)
-        values = np.empty((len(terms.scale), self._samples), np.float32)
+        scale, bias = row_terms(self._bundle, self._index)
+        values = np.empty((len(scale), self._samples), np.float32)
         pending: deque[tuple[int, Future[Decrypted]]] = deque()
         for event in self._session.answer(self._request_id):
             if isinstance(event, BlockAnswer):
@@ -150,8 +126,8 @@ class Upload:
             if len(pending) == TASKS_IN_FLIGHT:
                 self._take_next(pending, values)
             part = slice(event.first_row, event.first_row + event.rows)
-            row_terms = RowTerms(terms.scale[part], terms.bias[part])
-            future = self._pool.decrypt(bytes(self._secret), event.data, self._samples, self._scales.scale, row_terms)
+            terms = RowTerms(scale[part], bias[part])
+            future = self._pool.decrypt(bytes(self._secret), event.data, self._samples, self._scales.scale, terms)
             pending.append((event.first_row, future))
             self._statistics.add(self._index, ciphertexts_down=event.rows, bytes_down=len(event.data))
         while pending:
@@ -163,12 +139,3 @@ class Upload:
         decrypted = future.result()
         values[first : first + len(decrypted.values)] = decrypted.values
         self._statistics.add(self._index, decrypt_s=decrypted.seconds)
-
-
-def _row_terms(bundle: NodeBundle, block: int) -> RowTerms:
-    """Return scale and bias of every row of a block's outputs, joined."""
-    specs = bundle.plan.blocks[block].outputs
-    terms = bundle.terms[block]
-    scale = [np.broadcast_to(t.norms.scale, s.shape).ravel() for t, s in zip(terms, specs, strict=True)]
-    bias = [np.broadcast_to(t.bias, s.shape).ravel() for t, s in zip(terms, specs, strict=True)]
-    return RowTerms(np.concatenate(scale), np.concatenate(bias))

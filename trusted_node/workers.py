@@ -17,14 +17,16 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.processes import core_count
 from heinfer.ring import RingParameters, pack, packed_bytes, unpack
-from trusted_node.seal import SealContext
+
+if TYPE_CHECKING:
+    from trusted_node.seal import SealContext
 
 Result = TypeVar("Result")
 
@@ -54,7 +56,7 @@ class RowTerms:
 
 
 class CryptoPool:
-    """Processes that encrypt and decrypt; a context manager.
+    """Processes that encrypt and decrypt in standard mode; a context manager. They start when they are first needed.
 
     Args:
         parameters: ring.
@@ -64,13 +66,16 @@ class CryptoPool:
     def __init__(self, parameters: RingParameters, workers: int | None = None) -> None:
         self._parameters = parameters
         self._count = workers or core_count()
-        self._seal = SealContext(parameters)
+        self._seal: SealContext | None = None
         self._lock = threading.Lock()
-        self._executor = self._start()
-        for future in [self._executor.submit(_warm_up) for _ in range(self._count)]:
+        self._executor: ProcessPoolExecutor | None = None
+
+    def start(self) -> None:
+        """Start the processes and wait until they are ready."""
+        for future in [self._submit(_warm_up) for _ in range(self._count)]:
             future.result()
 
-    def _start(self) -> ProcessPoolExecutor:
+    def _new_executor(self) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(
             self._count, mp_context=get_context("spawn"), initializer=_prepare, initargs=(self._parameters,)
         )
@@ -78,10 +83,11 @@ class CryptoPool:
     def _submit(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
         """Hand work to a process. Where one has died, its query fails and the next one gets new processes."""
         with self._lock:
+            self._executor = self._executor or self._new_executor()
             try:
                 return self._executor.submit(function, *arguments)
             except BrokenProcessPool:
-                self._executor = self._start()
+                self._executor = self._new_executor()
                 return self._executor.submit(function, *arguments)
 
     def __enter__(self) -> CryptoPool:
@@ -94,11 +100,13 @@ class CryptoPool:
 
     def close(self) -> None:
         """Stop the processes; work that has not started is dropped."""
-        self._executor.shutdown(cancel_futures=True)
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
 
     def generate_secret(self) -> bytearray:
         """Return a fresh secret for one upload, to be overwritten after it."""
         with self._lock:
+            self._seal = self._seal or _open_seal(self._parameters)
             return self._seal.generate_secret()
 
     def encrypt(self, secret: bytes, values: NDArray[np.float32], scale: NDArray[np.float64]) -> Future[Encrypted]:
@@ -129,10 +137,17 @@ class CryptoPool:
 _seal: list[SealContext] = []
 
 
+def _open_seal(parameters: RingParameters) -> SealContext:
+    """Load TenSEAL, which a node in prepared mode never needs."""
+    from trusted_node.seal import SealContext
+
+    return SealContext(parameters)
+
+
 def _prepare(parameters: RingParameters) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the node's to handle
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _seal.append(SealContext(parameters))
+    _seal.append(_open_seal(parameters))
 
 
 def _end_with_parent() -> None:

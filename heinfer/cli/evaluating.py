@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heinfer.cli.screen import BundleArgument, JsonOption, out, progress, size, table, write_json
+from heinfer.cli.screen import BundleArgument, JsonOption, ModeOption, duration, out, progress, size, table, write_json
 
 if TYPE_CHECKING:
     from heinfer.client.report import Report
@@ -29,6 +29,7 @@ def evaluate_command(
     model: Annotated[
         Path | None, typer.Option("--model", metavar="MODEL", help="The model, for a bundle made with --no-reference.")
     ] = None,
+    mode: ModeOption = "auto",
     json: JsonOption = None,
 ) -> None:
     """Compare a model under encryption with the same model in the clear: accuracy, error, time, bytes."""
@@ -42,7 +43,7 @@ def evaluate_command(
         out.print(note)
     reference = None if model is None else _reference_of(model, plan)
     with progress() as tell:
-        report = evaluate(bundle, loaded.x, loaded.y, reference=reference, progress=tell)
+        report = evaluate(bundle, loaded.x, loaded.y, reference=reference, mode=mode, progress=tell)
     show(report)
     write_json(json, report.to_dict())
 
@@ -80,16 +81,15 @@ def show(report: Report) -> None:
         f"{report.error_estimate:.1e}, bound of the last block {report.error_bound:.1e}"
     )
     out.print(
-        f"{rate(report.images_per_s)} samples/s, one query {report.latency_s:.2f} s, {report.rounds} rounds, "
+        f"{rate(report.images_per_s)} samples/s in {report.mode} mode, {report.rounds} rounds, "
         f"{size(report.bytes_up)} up, {size(report.bytes_down)} down"
     )
+    prepared = "" if report.preparation_s is None else f", prepared before in {duration(report.preparation_s)}"
+    out.print(f"one query: {duration(report.latency_s)} in {report.latency_mode} mode{prepared}")
     out.print(_block_table(report))
     ring = report.parameters
     memory = ", ".join(f"{name} {size(peak)}" for name, peak in report.peak_memory_bytes.items() if peak is not None)
-    out.print(
-        f"N = {ring['N']}, log2 q = {ring['log2_q']}, at least {ring['security_bits']} bits of security, "
-        f"{report.mode} mode"
-    )
+    out.print(f"N = {ring['N']}, log2 q = {ring['log2_q']}, at least {ring['security_bits']} bits of security")
     out.print(f"peak memory: {memory or 'unknown'}; {report.machine}, {report.cores} cores")
 
 

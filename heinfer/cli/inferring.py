@@ -6,11 +6,11 @@ import io
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from heinfer.cli.screen import JsonOption, out, size, write_json
+from heinfer.cli.screen import JsonOption, duration, out, size, write_json
 
 if TYPE_CHECKING:
     from heinfer.client.remote import RemoteModel
@@ -31,6 +31,9 @@ def infer_command(
         Path | None, typer.Option("-o", "--output", metavar="RESULT.npy", help="Where to write the first output.")
     ] = None,
     divide: Annotated[float | None, typer.Option(help="Divide the query by this; 255 for images.")] = None,
+    mode: Annotated[
+        Literal["auto", "standard", "prepared"], typer.Option("--mode", help="For --bundle; a node has its own.")
+    ] = "auto",
     json: JsonOption = None,
 ) -> None:
     """Ask for a model's answer under encryption."""
@@ -38,14 +41,13 @@ def infer_command(
         raise typer.BadParameter("give either --node or --bundle")
     import numpy as np
 
-    from heinfer.client import connect, local
     from heinfer.client.data import load_query
     from heinfer.plan import TensorSpec
     from heinfer.plan.files import write_file
 
     if not query.is_file():
         raise typer.BadParameter(f"{query} does not exist", param_hint="QUERY.npy")
-    context: AbstractContextManager[RemoteModel] = connect(node) if node is not None else local(bundle or Path())
+    context: AbstractContextManager[RemoteModel] = _open(node, bundle, mode)
     with context as model:
         spec = model.description.inputs[0]
         data = load_query(query, TensorSpec(spec.name, tuple(d or 0 for d in spec.shape[1:]), spec.dtype), divide)
@@ -62,6 +64,14 @@ def infer_command(
     write_json(json, {**figures, "output": result.tolist()})
 
 
+def _open(node: str | None, bundle: Path | None, mode: str) -> AbstractContextManager[RemoteModel]:
+    from heinfer.client import connect, local
+
+    if node is not None:
+        return connect(node)
+    return local(bundle or Path(), mode=mode, prepared=1)
+
+
 def _ask(model: RemoteModel, x: Any) -> dict[str, Any]:
     started = time.perf_counter()
     answer = model.query(x, statistics=True)
@@ -74,6 +84,9 @@ def _ask(model: RemoteModel, x: Any) -> dict[str, Any]:
         "seconds": seconds,
         "bytes_up": sum(b["bytes_up"] for b in blocks),
         "bytes_down": sum(b["bytes_down"] for b in blocks),
+        "mode": answer.statistics["mode"],
+        "prepared_before": answer.statistics["pooled"],
+        "preparation_s": answer.statistics["preparation_s"],
         "rounds": answer.statistics["rounds"],
         "error_bound": answer.statistics["error_bound"],
     }
@@ -89,7 +102,18 @@ def _show(result: Any, figures: dict[str, Any], most: int = 10) -> None:
     if len(result) > most:
         out.print(f"... and {len(result) - most} more")
     out.print(
-        f"{figures['samples']} sample(s) in {figures['seconds']:.2f} s, {figures['rounds']} rounds, "
+        f"{figures['samples']} sample(s) in {duration(figures['seconds'])} in {figures['mode']} mode"
+        f"{_preparation(figures)}, {figures['rounds']} rounds, "
         f"{size(figures['bytes_up'])} up, {size(figures['bytes_down'])} down, last block's error at most "
         f"{figures['error_bound']:.1e}"
     )
+
+
+def _preparation(figures: dict[str, Any]) -> str:
+    """Say what preparing cost, where it is part of the time."""
+    if figures["mode"] != "prepared":
+        return ""
+    missing = figures["samples"] - figures["prepared_before"]
+    if not missing:
+        return " (prepared before)"
+    return f" ({duration(figures['preparation_s'])} of it preparing {missing} of them)"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from heinfer.cli.screen import BundleArgument, JsonOption, out, size, table, write_json
 
 if TYPE_CHECKING:
-    from heinfer.plan import Plan
+    from heinfer.plan import Plan, PreparedInfo
+
+#: Smallest degree N of each level of `--security`: the modulus stays, so 4096 leaves twice the room of the table.
+DEGREES = {"standard": 2048, "long": 4096}
 
 
 def register(app: typer.Typer) -> None:
@@ -20,23 +24,48 @@ def register(app: typer.Typer) -> None:
 
 
 def partition_command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="ONNX model.")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="BUNDLE", help="Folder to write.")],
+    model: Annotated[Path | None, typer.Argument(metavar="MODEL", help="ONNX model.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="BUNDLE", help="Folder to write.")] = None,
     reference: Annotated[
         bool, typer.Option("--reference/--no-reference", help="Keep the model in the bundle, for `evaluate`.")
     ] = True,
+    security: Annotated[
+        Literal["standard", "long"],
+        typer.Option("--security", help="long: N = 4096 at least, for data that must stay secret for decades."),
+    ] = "standard",
+    rotate: Annotated[
+        Path | None,
+        typer.Option(
+            "--rotate", metavar="BUNDLE", help="Renew a bundle's seed and hints instead; do so every 30 days."
+        ),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Split a model into blocks for the server and steps for the node."""
+    if rotate is not None:
+        if model is not None or output is not None:
+            raise typer.BadParameter("--rotate takes a bundle and no model")
+        return _rotate(rotate)
+    if model is None or output is None:
+        raise typer.BadParameter("expected MODEL and -o BUNDLE, or --rotate BUNDLE")
+    from heinfer.ring import RingParameters
     from partitioner import partition
 
-    result = partition(model, output, reference=reference)
+    parameters = RingParameters.default(DEGREES[security])
+    result = partition(model, output, reference=reference, parameters=parameters)
     show_steps(result.plan)
     out.print(
         f"\nIn the clear, the parts give what the model gives: largest relative difference {result.difference:.1e}"
     )
     out.print(f"Wrote {output}: server/ for the untrusted server, node/ for the trusted node")
     write_json(json, {"difference": result.difference, **describe(result.plan)})
+
+
+def _rotate(bundle: Path) -> None:
+    from partitioner import rotate
+
+    rotate(bundle)
+    out.print(f"Renewed seed and hints in {bundle / 'node'}: start the node again with them; the server stays as it is")
 
 
 def inspect_command(bundle: BundleArgument, json: JsonOption = None) -> None:
@@ -57,12 +86,35 @@ def inspect_command(bundle: BundleArgument, json: JsonOption = None) -> None:
     )
     out.print(f"Rounds: {figures['rounds']}, keys on the server: none")
     for samples, forecast in figures["bytes"].items():
-        out.print(f"Bytes for {samples} sample(s): {size(forecast['up'])} up, {size(forecast['down'])} down")
+        out.print(
+            f"Standard mode, bytes for {samples} sample(s): {size(forecast['up'])} up, {size(forecast['down'])} down"
+        )
+    _show_prepared(figures)
     bounds = table("block", "error bound", "operators", title="\nError bounds for inputs of magnitude 1", right=(0, 1))
     for index, block in enumerate(figures["blocks"]):
         bounds.add_row(str(index), f"{block['unit_bound']:.1e}", ", ".join(block["operators"]))
     out.print(bounds)
     write_json(json, figures)
+
+
+def _show_prepared(figures: dict[str, Any]) -> None:
+    prepared = figures["prepared"]
+    if prepared is None:
+        out.print("Prepared mode: none, a block's planes are too wide")
+        return
+    out.print(
+        f"Prepared mode: {size(prepared['bytes_up'])} up, {size(prepared['bytes_down'])} down for each sample; "
+        f"{size(prepared['query_bytes'])} of the node's memory for one prepared sample, {size(prepared['hint_bytes'])} "
+        "of hints"
+    )
+    hints = table("block", "hint", "N", "ciphertexts", "values up", "values down", "hints", right=(0, 2, 3, 4, 5, 6))
+    for index, block in enumerate(figures["blocks"]):
+        form = block["prepared"]
+        hints.add_row(
+            str(index), ", ".join(dict.fromkeys(form["hints"])), str(form["degree"]), str(form["ciphertexts"]),
+            str(form["values_up"]), str(form["values_down"]), size(form["hint_bytes"]),
+        )  # fmt: skip
+    out.print(hints)
 
 
 def show_steps(plan: Plan) -> None:
@@ -93,6 +145,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "sha256": plan.model.sha256,
         "parameters": ring_figures(plan),
         "rounds": plan.rounds,
+        "prepared": _prepared_figures(plan) if plan.has_prepared_mode else None,
         "bytes": {str(samples): forecast_bytes(plan, samples) for samples in (1, plan.ring.degree)},
         "steps": [
             {"where": "node", "operators": list(s.operators)}
@@ -108,9 +161,28 @@ def describe(plan: Plan) -> dict[str, Any]:
                 "multiply_adds": b.program.multiply_adds(),
                 "row_sum": b.row_sum,
                 "unit_bound": b.unit_bound,
+                "prepared": None if b.prepared is None else _form_figures(b.prepared),
             }
             for b in plan.blocks
         ],
+    }
+
+
+def _form_figures(form: PreparedInfo) -> dict[str, Any]:
+    return {**dataclasses.asdict(form), "hints": [kind.value for kind in form.hints]}
+
+
+def _prepared_figures(plan: Plan) -> dict[str, int]:
+    """Return the bytes of one sample in prepared mode: exact, not an estimate."""
+    from heinfer.client.evaluation import prepared_query_bytes
+    from heinfer.wire import Mode, block_shapes
+
+    shapes = block_shapes(plan)
+    return {
+        "bytes_up": sum(s.rows_up(Mode.PREPARED, 1) * s.row_bytes(Mode.PREPARED, 1) for s in shapes),
+        "bytes_down": sum(s.rows_down(Mode.PREPARED, 1) * s.row_bytes(Mode.PREPARED, 1) for s in shapes),
+        "query_bytes": prepared_query_bytes(plan),
+        "hint_bytes": sum(b.prepared.hint_bytes for b in plan.blocks if b.prepared is not None),
     }
 
 

@@ -7,18 +7,21 @@ import signal
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from heinfer.cli.screen import err
+from heinfer.cli.screen import ModeOption, err, progress
 
 if TYPE_CHECKING:
     from trusted_node.link import ServerLink
 
 #: Seconds that a node waits for its server to come up.
 SERVER_WAIT_S = 20.0
+#: Seconds that a node fills its pool at most before it answers.
+POOL_WAIT_S = 10.0
 
 ListenOption = Annotated[
     str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 takes a free one.")
@@ -55,7 +58,8 @@ def serve_command(
     address = parse_address(listen)
     bundle = load_server(folder)
     evaluator = BlockEvaluator(bundle)
-    evaluator.warm_up()
+    with progress() as tell:
+        evaluator.warm_up(lambda done, total: tell("compiling", done, total))
     service = EvaluatorService(evaluator, address, Limits())
     _run(service, f"serving {bundle.plan.model.name}", with_parent)
 
@@ -65,8 +69,12 @@ def node_command(
     server: Annotated[str, typer.Option("--server", metavar="HOST:PORT", help="Where the untrusted server listens.")],
     listen: ListenOption = "127.0.0.1:7800",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that encrypt; the cores where not given.")
+        int | None, typer.Option(min=1, help="Processes that encrypt in standard mode; the cores where not given.")
     ] = None,
+    mode: ModeOption = "auto",
+    prepared: Annotated[
+        int, typer.Option("--prepared", min=0, max=4096, help="Queries to keep prepared, between queries.")
+    ] = 16,
     allow_trace: Annotated[
         bool, typer.Option("--allow-trace", help="Let clients ask for values inside the model, for reports.")
     ] = False,
@@ -74,9 +82,12 @@ def node_command(
 ) -> None:
     """Run the trusted node: keys, encryption, nonlinear operators."""
     from heinfer.plan import load_node
-    from heinfer.wire import Limits, parse_address
-    from trusted_node.engine import Engine, block_shapes
+    from heinfer.wire import Limits, block_shapes, parse_address
+    from trusted_node.engine import Engine
     from trusted_node.link import ServerLink
+    from trusted_node.modes import ModeChoice, choose_mode
+    from trusted_node.pool import PreparedPool
+    from trusted_node.preparation import Preparer
     from trusted_node.service import NodeService
     from trusted_node.workers import CryptoPool
 
@@ -84,8 +95,19 @@ def node_command(
     bundle = load_node(folder)
     link = ServerLink(serving, bundle.plan_hash, block_shapes(bundle.plan), limits)
     _await_server(link, server)
-    with CryptoPool(bundle.plan.ring.parameters, workers) as pool:
-        engine = Engine(bundle, link, pool, limits)
+    choice = ModeChoice(mode)
+    choose_mode(bundle.plan, choice, 1)
+    with ExitStack() as stack:
+        pool = stack.enter_context(CryptoPool(bundle.plan.ring.parameters, workers))
+        ready = None
+        if bundle.hints is not None and choice is not ModeChoice.STANDARD:
+            ready = stack.enter_context(PreparedPool(Preparer(bundle), prepared))
+            if bundle.hints.expired:
+                err.print("seed and hints are older than 30 days: renew them with `heinfer partition --rotate`")
+            ready.wait_full(POOL_WAIT_S)
+        else:
+            pool.start()
+        engine = Engine(bundle, link, pool, limits, ready, choice)
         try:
             service = NodeService(engine, listening, limits, allow_trace)
             _run(service, f"node for {bundle.plan.model.name}, server {serving}", with_parent)

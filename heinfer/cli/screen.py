@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -20,6 +20,13 @@ out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty()
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures as JSON.")]
+ModeOption = Annotated[
+    Literal["auto", "standard", "prepared"],
+    typer.Option(
+        "--mode",
+        help="prepared: milliseconds for one query; standard: SEAL alone; auto: the faster one by forecast.",
+    ),
+]
 BundleArgument = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Folder written by `heinfer partition`.")]
 
 
@@ -46,6 +53,11 @@ def size(amount: float) -> str:
             return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1000
     return f"{amount:.2f} GB"
+
+
+def duration(seconds: float) -> str:
+    """Return a time with a unit that suits it."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 @contextmanager

@@ -31,8 +31,10 @@ from trusted_node.simulation import estimate_error
 #: Queries in flight: the node works on as many groups.
 QUERIES_IN_FLIGHT = 3
 #: Queries of one sample whose median is the latency; fewer where they take long.
-LATENCY_QUERIES = 5
+LATENCY_QUERIES = {"standard": 5, "prepared": 50}
 LATENCY_BUDGET_S = 10.0
+#: Pause between them, in times of preparing one: the node prepares in the background.
+LATENCY_PAUSE = 2.0
 TRACED_SAMPLES = 32
 Progress = Callable[[str, int, int], None]
 
@@ -43,6 +45,7 @@ def evaluate(
     labels: NDArray[Any] | None = None,
     *,
     reference: Reference | None = None,
+    mode: str = "auto",
     progress: Progress | None = None,
 ) -> Report:
     """Evaluate a bundle.
@@ -52,6 +55,7 @@ def evaluate(
         x: samples first, then the model's input shape.
         labels: one class a sample.
         reference: the original model; read from the bundle where None.
+        mode: "auto", "standard" or "prepared".
         progress: called with (phase, done, total) as work advances.
 
     Raises:
@@ -76,23 +80,26 @@ def evaluate(
     node, server = load_node(folder / "node"), load_server(folder / "server")
     estimate = estimate_error(node, server, reference, {plan.inputs[0].name: traced})
     tell("estimate", 1, 1)
-    with local(folder, allow_trace=True) as model:
+    with local(folder, allow_trace=True, mode=mode) as model:
         run = _run_encrypted(model, plan, x, tell)
-        latency_s = _measure_latency(model, x[:1], tell)
+        latency = _measure_latency(model, x[:1], tell)
         server_role, node_role = model.roles
         memory = {"server": server_role.peak_memory_bytes(), "node": node_role.peak_memory_bytes()}
         start_s = model.start_s
     memory["client"] = own_peak_memory_bytes()
     return Report(
         model=plan.model.name,
-        mode="standard",
+        mode=run.mode,
         samples=len(x),
         **_compare(plain, run.outputs, labels),
         error_bound=run.error_bound,
         error_estimate=estimate,
         seconds=run.seconds,
         images_per_s=len(x) / run.seconds,
-        latency_s=latency_s,
+        latency_s=latency.seconds,
+        latency_mode=latency.mode,
+        preparation_s=latency.preparation_s,
+        prepared_query_bytes=prepared_query_bytes(plan) if latency.mode == "prepared" else None,
         start_s=start_s,
         plain_s=plain_s,
         bytes_up=sum(b["bytes_up"] for b in run.blocks),
@@ -112,6 +119,7 @@ def evaluate(
 @dataclass(slots=True)
 class _Run:
     outputs: NDArray[Any]
+    mode: str
     seconds: float
     error_bound: float
     node_s: float
@@ -152,19 +160,33 @@ def _run_encrypted(model: LocalModel, plan: Plan, x: NDArray[Any], tell: Progres
             for future in futures:
                 future.cancel()
     seconds = time.perf_counter() - started
-    return _Run(np.concatenate([parts[s] for s in starts]), seconds, bound, node_s, totals, trace)
+    outputs = np.concatenate([parts[s] for s in starts])
+    return _Run(outputs, statistics["mode"], seconds, bound, node_s, totals, trace)
 
 
-def _measure_latency(model: LocalModel, x: NDArray[Any], tell: Progress) -> float:
+@dataclass(frozen=True, slots=True)
+class _Latency:
+    seconds: float
+    mode: str
+    preparation_s: float | None
+
+
+def _measure_latency(model: LocalModel, x: NDArray[Any], tell: Progress) -> _Latency:
+    """Return the median of single queries; in prepared mode the pool has time to fill between them."""
+    statistics = model.query(x, statistics=True).statistics
+    mode, preparation_s = statistics["mode"], statistics["background_s"]
+    count = LATENCY_QUERIES[mode]
+    pause = LATENCY_PAUSE * (preparation_s or 0.0)
     times: list[float] = []
-    tell("latency", 0, LATENCY_QUERIES)
-    while len(times) < LATENCY_QUERIES and sum(times) < LATENCY_BUDGET_S:
+    tell("latency", 0, count)
+    while len(times) < count and sum(times) < LATENCY_BUDGET_S:
+        time.sleep(pause)
         started = time.perf_counter()
         model.predict(x)
         times.append(time.perf_counter() - started)
-        tell("latency", len(times), LATENCY_QUERIES)
-    tell("latency", LATENCY_QUERIES, LATENCY_QUERIES)
-    return float(np.median(times))
+        tell("latency", len(times), count)
+    tell("latency", count, count)
+    return _Latency(float(np.median(times)), mode, preparation_s)
 
 
 def run_reference(content: bytes, x: NDArray[Any], advance: Callable[[int], None]) -> NDArray[Any]:
@@ -233,6 +255,12 @@ def ring_figures(plan: Plan) -> dict[str, int]:
     """Return N, log2 q and the security level in bits."""
     parameters = plan.ring.parameters
     return {"N": parameters.degree, "log2_q": parameters.modulus_bits, "security_bits": parameters.security_bits}
+
+
+def prepared_query_bytes(plan: Plan) -> int:
+    """Return what one prepared sample takes in the node's memory: 8 bytes a value, up and down."""
+    forms = [block.prepared for block in plan.blocks if block.prepared is not None]
+    return sum(8 * (form.values_up + form.values_down) for form in forms)
 
 
 def own_peak_memory_bytes() -> int | None:

@@ -106,12 +106,16 @@ class LocalModel(RemoteModel):
 
 
 @contextmanager
-def local(bundle: str | Path, *, allow_trace: bool = False) -> Iterator[LocalModel]:
+def local(
+    bundle: str | Path, *, allow_trace: bool = False, mode: str = "auto", prepared: int = 16
+) -> Iterator[LocalModel]:
     """Start an untrusted server and a trusted node on this machine, and connect to the node.
 
     Args:
         bundle: folder written by `partition`.
         allow_trace: let the node return values inside the model.
+        mode: "auto", "standard" or "prepared".
+        prepared: queries that the node keeps prepared.
 
     Raises:
         PlanError: the bundle is incomplete.
@@ -124,8 +128,8 @@ def local(bundle: str | Path, *, allow_trace: bool = False) -> Iterator[LocalMod
     node: Role | None = None
     try:
         address = server.wait_ready()
-        trace = ["--allow-trace"] if allow_trace else []
-        node = Role("node", ["node", str(folder / "node"), "--server", address, *trace])
+        options = ["--mode", mode, "--prepared", str(prepared), *(["--allow-trace"] if allow_trace else [])]
+        node = Role("node", ["node", str(folder / "node"), "--server", address, *options])
         with LocalModel(node.wait_ready(), (server, node), 0.0) as model:
             model.start_s = time.perf_counter() - started
             yield model

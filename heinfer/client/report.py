@@ -59,7 +59,7 @@ class Report:
 
     Attributes:
         model: name.
-        mode: how ciphertexts were made.
+        mode: how ciphertexts were made, "standard" or "prepared".
         samples: evaluated.
         accuracy_plain: share of labels that the plain model's top-1 meets; None without labels.
         accuracy_encrypted: the same, encrypted.
@@ -71,7 +71,10 @@ class Report:
         error_estimate: end to end, statistical.
         seconds: wall time of the encrypted evaluation.
         images_per_s: samples / seconds.
-        latency_s: one query of one sample, median.
+        latency_s: one query of one sample, median; online time in prepared mode, with masks that were ready.
+        latency_mode: the mode of these queries.
+        preparation_s: preparing one sample before it comes, median; what an empty pool adds. None in standard mode.
+        prepared_query_bytes: what one prepared sample takes in the node's memory; None in standard mode.
         start_s: seconds until server and node were ready.
         plain_s: wall time of the plain model on the same samples.
         bytes_up: sent to the server.
@@ -101,6 +104,9 @@ class Report:
     seconds: float
     images_per_s: float
     latency_s: float
+    latency_mode: str
+    preparation_s: float | None
+    prepared_query_bytes: int | None
     start_s: float
     plain_s: float
     bytes_up: int

@@ -10,12 +10,14 @@ from heinfer.plan.bundle import (
     load_server,
 )
 from heinfer.plan.files import read_bundle_plan, read_plan
+from heinfer.plan.hints import BlockHints, NodeHints, block_ring, public_polynomials
 from heinfer.plan.schema import (
     Block,
     Digests,
     ModelInfo,
     NodeStep,
     Plan,
+    PreparedInfo,
     RingInfo,
     RoundStep,
     TensorSpec,
@@ -23,20 +25,25 @@ from heinfer.plan.schema import (
 
 __all__ = [
     "Block",
+    "BlockHints",
     "Digests",
     "ModelInfo",
     "NodeBundle",
+    "NodeHints",
     "NodeStep",
     "OutputTerms",
     "Plan",
+    "PreparedInfo",
     "Reference",
     "RingInfo",
     "RoundStep",
     "ServerBundle",
     "TensorSpec",
+    "block_ring",
     "load_node",
     "load_reference",
     "load_server",
+    "public_polynomials",
     "read_bundle_plan",
     "read_plan",
 ]

@@ -2,7 +2,8 @@
 
     bundle/plan.json     the plan
     bundle/server/       plan.json, weights.safetensors: integer weights and index maps
-    bundle/node/         plan.json, scales.safetensors (biases, output scales, row norms), node_<i>.onnx
+    bundle/node/         plan.json, scales.safetensors (biases, output scales, row norms), node_<i>.onnx,
+                         hints.safetensors (`heinfer.plan.hints`)
     bundle/reference/    model.onnx as it came, blocks.json and blocks.safetensors: every block with its real weights
 
 Each party is given its own folder only. `reference/` is for `evaluate` and belongs to neither.
@@ -21,8 +22,9 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from heinfer.errors import PlanError
-from heinfer.operators import Program, evaluate_plain
+from heinfer.operators import PreparedForm, Program, evaluate_plain
 from heinfer.plan.files import check_folder, read_arrays, read_plan
+from heinfer.plan.hints import NodeHints, derive_form, read_hints
 from heinfer.plan.schema import NodeStep, Plan
 from heinfer.ring import RowNorms
 
@@ -37,11 +39,12 @@ _NORMS = ("scale", "l1", "l2", "paths", "multiplicity")
 
 @dataclass(frozen=True, slots=True)
 class ServerBundle:
-    """What the untrusted server loads."""
+    """What the untrusted server loads, and how each block is cut for prepared mode."""
 
     plan: Plan
     plan_hash: bytes
     arrays: Mapping[str, NDArray[Any]]
+    forms: tuple[PreparedForm | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +62,16 @@ class OutputTerms:
 
 @dataclass(frozen=True, slots=True)
 class NodeBundle:
-    """What the trusted node loads; `terms[block][output]`, `submodels[file]` as serialised ONNX."""
+    """What the trusted node loads; `terms[block][output]`, `submodels[file]` as serialised ONNX.
+
+    `hints` is None for a plan without prepared mode.
+    """
 
     plan: Plan
     plan_hash: bytes
     terms: tuple[tuple[OutputTerms, ...], ...]
     submodels: Mapping[str, bytes]
+    hints: NodeHints | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,8 @@ def load_server(folder: Path) -> ServerBundle:
     arrays = read_arrays(folder / WEIGHTS_FILE)
     for block in plan.blocks:
         block.program.check_arrays(arrays)
-    return ServerBundle(plan, plan_hash, arrays)
+    forms = tuple(derive_form(block, arrays) for block in plan.blocks)
+    return ServerBundle(plan, plan_hash, arrays, forms)
 
 
 def load_node(folder: Path) -> NodeBundle:
@@ -116,7 +124,8 @@ def load_node(folder: Path) -> NodeBundle:
             if not path.is_file():
                 raise PlanError(f"{path} is missing; copy the folder again or partition again")
             submodels[step.model] = path.read_bytes()
-    return NodeBundle(plan, plan_hash, terms, submodels)
+    hints = read_hints(folder, plan, plan_hash) if plan.has_prepared_mode else None
+    return NodeBundle(plan, plan_hash, terms, submodels, hints)
 
 
 def load_reference(bundle: Path, plan: Plan) -> Reference:

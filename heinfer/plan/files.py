@@ -21,6 +21,8 @@ from heinfer.errors import PlanError
 from heinfer.plan.schema import Plan
 
 PLAN_FILE = "plan.json"
+#: Renewed by `heinfer partition --rotate` while the plan stays, so it has a digest of its own.
+HINTS_FILE = "hints.safetensors"
 _ADAPTER = TypeAdapter(Plan)
 
 
@@ -67,7 +69,7 @@ def read_bundle_plan(bundle: Path) -> Plan:
 
 
 def folder_digest(folder: Path) -> str:
-    """Return the SHA-256 over names and contents of all files of a folder, plan.json aside.
+    """Return the SHA-256 over names and contents of all files of a folder, plan.json and hints aside.
 
     Raises:
         PlanError: the folder is missing or holds something that is not a plain file.
@@ -78,7 +80,7 @@ def folder_digest(folder: Path) -> str:
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or not path.is_file():
             raise PlanError(f"{path} does not belong in a bundle: expected plain files only")
-        if path.name != PLAN_FILE:
+        if path.name not in (PLAN_FILE, HINTS_FILE):
             total.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return total.hexdigest()
 

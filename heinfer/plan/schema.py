@@ -13,7 +13,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from heinfer.errors import PlanError
-from heinfer.operators import Program
+from heinfer.operators import HintKind, PreparedForm, Program
 from heinfer.operators.steps import CONFIG, Shape
 from heinfer.ring import RingParameters
 
@@ -81,6 +81,33 @@ PlanStep = Annotated[NodeStep | RoundStep, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
+class PreparedInfo:
+    """What prepared mode makes of a block; the cut itself follows from the program (`heinfer.operators.cutting`).
+
+    Attributes:
+        degree: N of its ciphertexts.
+        hints: kind of the hint of every weighted step.
+        ciphertexts: polynomials a.
+        values_up: residues of one sample's upload, padding included.
+        values_down: residues of one sample's answer.
+        hint_bytes: what its hints take in node/.
+    """
+
+    degree: Annotated[int, Field(ge=1)]
+    hints: tuple[HintKind, ...]
+    ciphertexts: Annotated[int, Field(ge=0)]
+    values_up: Annotated[int, Field(ge=1)]
+    values_down: Annotated[int, Field(ge=1)]
+    hint_bytes: Annotated[int, Field(ge=0)]
+
+    @classmethod
+    def of(cls, form: PreparedForm) -> PreparedInfo:
+        """Describe a cut."""
+        kinds = tuple(hint.kind for hint in form.hints)
+        return cls(form.degree, kinds, form.ciphertexts, form.values_up, form.values_down, form.hint_bytes)
+
+
+@dataclass(frozen=True, slots=True, config=CONFIG)
 class Block:
     """One affine map, evaluated under encryption.
 
@@ -92,6 +119,7 @@ class Block:
         final: whether an output reaches the result without another block; such outputs are rounded.
         operators: what it holds, "name (type)" each, for people.
         unit_bound: error bound for inputs of magnitude at most 1.
+        prepared: how it runs in prepared mode; None where it can't.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -101,6 +129,7 @@ class Block:
     final: bool
     operators: tuple[str, ...]
     unit_bound: Annotated[float, Field(ge=0)]
+    prepared: PreparedInfo | None
 
     def __post_init__(self) -> None:
         """Check that tensors and program agree.
@@ -126,7 +155,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
 class Digests:
-    """SHA-256 over the files of each party's folder, plan.json aside."""
+    """SHA-256 over the files of each party's folder, plan.json and hints aside."""
 
     server: Digest
     node: Digest
@@ -143,7 +172,7 @@ class Plan:
     steps: tuple[PlanStep, ...]
     blocks: tuple[Block, ...]
     digests: Digests
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
 
     def __post_init__(self) -> None:
         """Check that every tensor is made before it is read, once, and every block runs once.
@@ -169,6 +198,11 @@ class Plan:
             made |= set(makes)
         if pending or not {t.name for t in self.outputs} <= made:
             raise PlanError("a block never runs, or an output is never made")
+
+    @property
+    def has_prepared_mode(self) -> bool:
+        """Whether every block can run in prepared mode."""
+        return all(block.prepared is not None for block in self.blocks)
 
     @property
     def rounds(self) -> int:

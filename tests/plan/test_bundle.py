@@ -32,7 +32,16 @@ from heinfer.plan import (
     read_plan,
 )
 from heinfer.plan.bundle import pack_terms
-from heinfer.plan.files import atomic_folder, folder_digest, read_arrays, write_arrays, write_file, write_plan
+from heinfer.plan.files import (
+    HINTS_FILE,
+    atomic_folder,
+    folder_digest,
+    read_arrays,
+    write_arrays,
+    write_file,
+    write_plan,
+)
+from heinfer.plan.hints import write_hints
 from heinfer.ring import RingParameters, RowNorms
 from partitioner import partition
 
@@ -85,7 +94,8 @@ def test_two_partitions_of_one_model_have_one_plan_hash_and_equal_files(model: P
     files = sorted(p.relative_to(tmp_path / "first") for p in (tmp_path / "first").rglob("*") if p.is_file())
     assert files == sorted(p.relative_to(tmp_path / "second") for p in (tmp_path / "second").rglob("*") if p.is_file())
     for file in files:
-        assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes(), file
+        equal = (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
+        assert equal == (file.name != HINTS_FILE), file  # hints come from a fresh seed
     assert read_plan(tmp_path / "first")[1] == read_plan(tmp_path / "second")[1]
 
 
@@ -105,6 +115,7 @@ FILES = [
     ("server", "weights.safetensors"),
     ("node", "plan.json"),
     ("node", "scales.safetensors"),
+    ("node", "hints.safetensors"),
     ("node", "node_1.onnx"),
     ("node", "node_2.onnx"),
 ]
@@ -178,7 +189,7 @@ BAD_PLANS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "unknown field": lambda p: p.update(secret=1),
     "unknown field of a block": lambda p: p["blocks"][0].update(bias=[1]),
     "missing field": lambda p: p.pop("steps"),
-    "another version": lambda p: p.update(format_version=2),
+    "another version": lambda p: p.update(format_version=1),
     "ring above the table": lambda p: p["ring"].update(degree=1024),
     "composite modulus": lambda p: p["ring"].update(modulus=p["ring"]["modulus"] - 4096),
     "modulus of 60 bits": lambda p: p["ring"].update(modulus=1152921504606846883),
@@ -233,12 +244,13 @@ def test_edited_plan_has_another_hash(bundle: Path) -> None:
 
 
 def resealed(bundle: Path, edit: Callable[[dict[str, np.ndarray]], Any]) -> Path:
-    """Edit the node's arrays and write the digest anew, as a careless tool might."""
+    """Edit the node's arrays and write digest and hints anew, as a careless tool might."""
     folder = bundle / "node"
     arrays = load_file(folder / "scales.safetensors")
     edit(arrays)
     save_file(arrays, folder / "scales.safetensors")
     edited_plan(bundle, "node", lambda p: p["digests"].update(node=folder_digest(folder)))
+    write_hints(folder, *read_plan(folder), load_file(bundle / "server" / "weights.safetensors"))
     return folder
 
 
@@ -301,7 +313,7 @@ def small_plan(**changes: Any) -> Plan:
         "inputs": (x,),
         "outputs": (y,),
         "steps": (RoundStep((0,)),),
-        "blocks": (Block((x,), (y,), program, 5, True, ("w (MatMul)",), 0.1),),
+        "blocks": (Block((x,), (y,), program, 5, True, ("w (MatMul)",), 0.1, None),),
         "digests": Digests("0" * 64, "0" * 64),
     }
     return Plan(**(fields | changes))

@@ -1,0 +1,177 @@
+"""The node's hints of prepared mode: node/hints.safetensors.
+
+    seed        32 bytes; polynomial a of (block, ciphertext) is SHAKE-128 of seed, plan hash, block and ciphertext
+    plan        the plan's hash, 32 bytes: hints belong to one plan
+    created     seconds since 1970, int64; seeds are renewed every 30 days
+    digest      SHA-256 over everything else, 32 bytes: finds damage and mix-ups
+    <b>.<i>     hint i of block b: residues packed to 50 bits, uint8 (rows, packed bytes), or weights, int16
+    map.<name>  index maps that lie before or after weights
+
+Made in the owner's domain by the partitioner, and renewed from server/ by `heinfer partition --rotate`, while plan and
+server stay as they are. Seed and hints are not secret keys, but a hint determines the weights it was made of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heinfer.errors import PlanError
+from heinfer.operators import HintKind, PreparedForm, make_hints, map_names, prepare_form
+from heinfer.plan.files import HINTS_FILE, read_arrays, write_arrays
+from heinfer.plan.schema import Block, Plan, PreparedInfo
+from heinfer.ring import RingParameters, expand_uniform, pack, packed_bytes
+
+SEED_BYTES: Final = 32
+#: Age at which seed and hints should be renewed (design note "Encrypted linear algebra": what a fixed a is worth).
+LIFETIME_S: Final = 30 * 24 * 3600
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHints:
+    """How a block is cut, its index maps, and one packed array a hint."""
+
+    form: PreparedForm
+    maps: Arrays
+    packed: tuple[NDArray[Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHints:
+    """Hints of all blocks, and the seed that they were made from."""
+
+    seed: bytes
+    created: int
+    blocks: tuple[BlockHints, ...]
+
+    @property
+    def expired(self) -> bool:
+        """Whether the seed is older than `LIFETIME_S`."""
+        return time.time() - self.created > LIFETIME_S
+
+
+def block_ring(plan: Plan, block: int) -> RingParameters:
+    """Return the ring of a block's prepared ciphertexts: the plan's modulus, the block's degree.
+
+    Raises:
+        PlanError: the block has no prepared mode.
+        ParameterError: the modulus does not fit the degree.
+    """
+    prepared = plan.blocks[block].prepared
+    if prepared is None:
+        raise PlanError(f"block {block} has no prepared mode")
+    return RingParameters(prepared.degree, plan.ring.modulus)
+
+
+def public_polynomials(plan: Plan, plan_hash: bytes, seed: bytes, block: int) -> NDArray[np.int64]:
+    """Expand a block's polynomials a; int64 in [0, q), shape (ciphertexts, N)."""
+    ring = block_ring(plan, block)
+    prepared = plan.blocks[block].prepared
+    assert prepared is not None  # block_ring has looked
+    made = [expand_uniform(seed, plan_hash, block, c, ring) for c in range(prepared.ciphertexts)]
+    return np.stack(made) if made else np.empty((0, ring.degree), np.int64)
+
+
+def derive_form(block: Block, maps: Arrays) -> PreparedForm | None:
+    """Cut a block as the plan says.
+
+    Raises:
+        PlanError: plan and program do not agree.
+    """
+    if block.prepared is None:
+        return None
+    form = prepare_form(block.program, maps, block.prepared.degree)
+    if form is None or PreparedInfo.of(form) != block.prepared:
+        raise PlanError("plan.json: a block's prepared form does not follow from its program; partition again")
+    return form
+
+
+def write_hints(folder: Path, plan: Plan, plan_hash: bytes, arrays: Arrays) -> None:
+    """Make hints from a fresh seed and write them, replacing earlier ones.
+
+    Args:
+        folder: node/ of a bundle.
+        plan: the plan; nothing is written where a block has no prepared mode.
+        plan_hash: its hash.
+        arrays: the server's integer weights and index maps.
+    """
+    if not plan.has_prepared_mode:
+        return
+    seed = secrets.token_bytes(SEED_BYTES)
+    content: dict[str, NDArray[Any]] = {
+        "seed": np.frombuffer(seed, np.uint8),
+        "plan": np.frombuffer(plan_hash, np.uint8),
+        "created": np.array([int(time.time())], np.int64),
+    }
+    for index, block in enumerate(plan.blocks):
+        form = derive_form(block, arrays)
+        assert form is not None  # has_prepared_mode
+        public = public_polynomials(plan, plan_hash, seed, index)
+        for number, hint in enumerate(make_hints(form, arrays, public, block_ring(plan, index))):
+            content[f"{index}.{number}"] = hint if form.hints[number].kind is HintKind.ELEMENTWISE else pack(hint)
+        content.update({f"map.{name}": arrays[name] for name in map_names(block.program)})
+    content["digest"] = _digest(content)
+    work = folder.parent / f".{HINTS_FILE}"  # not in node/: what an interruption leaves there would not load
+    try:
+        write_arrays(work, content)
+        work.replace(folder / HINTS_FILE)
+    finally:
+        work.unlink(missing_ok=True)
+
+
+def read_hints(folder: Path, plan: Plan, plan_hash: bytes) -> NodeHints:
+    """Read and check a node's hints.
+
+    Raises:
+        PlanError: missing, damaged, of another plan, or of the wrong shapes.
+    """
+    path = folder / HINTS_FILE
+    content = read_arrays(path)
+    remedy = "copy the folder again, or renew it with `heinfer partition --rotate`"
+    wanted = ("seed", "plan", "created", "digest")
+    if any(name not in content for name in wanted) or _digest(content).tobytes() != content["digest"].tobytes():
+        raise PlanError(f"{path} is damaged: {remedy}")
+    if content["plan"].tobytes() != plan_hash:
+        raise PlanError(f"{path} belongs to another plan: {remedy}")
+    seed, created = content["seed"].tobytes(), content["created"]
+    maps = {name.removeprefix("map."): array for name, array in content.items() if name.startswith("map.")}
+    if len(seed) != SEED_BYTES or created.shape != (1,) or created.dtype != np.int64:
+        raise PlanError(f"{path} is malformed: {remedy}")
+    blocks = []
+    for index, block in enumerate(plan.blocks):
+        block.program.check_maps(maps)
+        form = derive_form(block, maps)
+        assert form is not None  # the plan has prepared mode, or nobody reads hints
+        packed = tuple(_packed(path, content, index, number, form) for number in range(len(form.hints)))
+        blocks.append(BlockHints(form, maps, packed))
+    return NodeHints(seed, int(created[0]), tuple(blocks))
+
+
+def _packed(path: Path, content: Arrays, block: int, number: int, form: PreparedForm) -> NDArray[Any]:
+    hint = form.hints[number]
+    found = content.get(f"{block}.{number}")
+    shape, dtype = (hint.rows, packed_bytes(form.degree)), np.dtype(np.uint8)
+    if hint.kind is HintKind.ELEMENTWISE:
+        shape, dtype = (hint.rows,), np.dtype(np.int16)  # type: ignore[assignment]
+    if found is None or found.shape != shape or found.dtype != dtype:
+        raise PlanError(f"{path}: hint {number} of block {block} is missing or not of shape {shape}")
+    return found
+
+
+def _digest(content: Arrays) -> NDArray[np.uint8]:
+    total = hashlib.sha256()
+    for name in sorted(content):
+        if name != "digest":
+            array = np.ascontiguousarray(content[name])
+            total.update(f"{name}\0{array.dtype.str}\0{array.shape}\0".encode())
+            total.update(array.data)
+    return np.frombuffer(total.digest(), np.uint8)

@@ -1,0 +1,134 @@
+"""One upload in prepared mode: the inputs of one block for one group of samples, out and back.
+
+    values --(scale, round, add masks)--> b --> server --> y --(add corrections, scale back)--> values
+
+All cryptography has been done: what is left is an addition each way. Every sample has its own secret.
+"""
+
+from __future__ import annotations
+
+import time
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heinfer.errors import LocalProtocolError, RemoteProtocolError
+from heinfer.operators.plain import evaluate_step
+from heinfer.plan import NodeBundle
+from heinfer.ring import pack, packed_bytes, unpack
+from heinfer.wire import Mode
+from trusted_node.link import LinkSession
+from trusted_node.preparation import PreparedQuery
+from trusted_node.results import BlockResult, finish_outputs
+from trusted_node.scaling import scale_samples
+from trusted_node.statistics import QueryStatistics
+
+
+class PreparedUpload:
+    """One upload of one block. `send` once, then `receive` once.
+
+    Args:
+        bundle: the node's folder.
+        block: index of the block.
+        session: where it goes; nothing else uses it until `receive` has ended.
+        queries: masks and corrections, together for as many samples as there are values.
+        statistics: takes costs and bounds.
+    """
+
+    def __init__(
+        self,
+        bundle: NodeBundle,
+        block: int,
+        session: LinkSession,
+        queries: list[PreparedQuery],
+        statistics: QueryStatistics,
+    ) -> None:
+        assert bundle.hints is not None  # the mode was chosen for a plan that has hints
+        self._bundle = bundle
+        self._index = block
+        self._session = session
+        self._queries = queries
+        self._statistics = statistics
+        self._hints = bundle.hints.blocks[block]
+        self._request_id = 0
+        self._sent_at = 0.0
+        self.waited_s = 0.0
+
+    def send(self, values: list[NDArray[np.float32]]) -> None:
+        """Encrypt and send the block's inputs, finite and of shape (samples, *shape)."""
+        if self._request_id:
+            raise LocalProtocolError("an upload is encrypted once; make a new one")
+        started = time.perf_counter()
+        plan, form = self._bundle.plan, self._hints.form
+        samples = len(values[0])
+        self._scales = scale_samples(values, plan.blocks[self._index].row_sum, plan.ring.parameters)
+        x, scale = self._gathered(values)
+        parts, first = [], 0
+        for query in self._queries:
+            last = first + query.samples
+            parts.append(pack(query.encrypt(self._index, x[first:last], scale[first:last])))
+            first = last
+        packed = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        encrypted = time.perf_counter()
+        self._request_id = self._session.send(self._index, samples, Mode.PREPARED, packed.data.cast("B"))
+        self._statistics.add(
+            self._index,
+            encrypt_s=encrypted - started,
+            bytes_up=packed.size,
+            ciphertexts_up=samples * form.ciphertexts,
+        )
+        self._sent_at = time.perf_counter()
+        self.waited_s += self._sent_at - started
+
+    def receive(self, bounded: int) -> BlockResult:
+        """Receive and decrypt the answer.
+
+        Args:
+            bounded: leading samples whose error bounds are wanted.
+        """
+        started = time.perf_counter()
+        announcement, chunks = self._session.receive(self._request_id)
+        parts = [chunk.data for chunk in chunks]
+        arrived = time.perf_counter()
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        samples, down = len(self._scales.scale), self._hints.form.values_down
+        if len(data) != samples * packed_bytes(down):
+            raise RemoteProtocolError(f"expected {samples * packed_bytes(down)} bytes, found {len(data)}")
+        packed = np.frombuffer(data, np.uint8).reshape(samples, -1)
+        y = unpack(packed, down, self._bundle.plan.ring.modulus)
+        decrypted, first = [], 0
+        for query in self._queries:
+            last = first + query.samples
+            decrypted.append(query.decrypt(self._index, y[first:last], self._scales.scale[first:last]))
+            first = last
+        values = decrypted[0] if len(decrypted) == 1 else np.concatenate(decrypted)
+        ended = time.perf_counter()
+        self._statistics.add(
+            self._index,
+            server_s=announcement.compute_s,
+            wire_s=max(0.0, arrived - self._sent_at - announcement.compute_s),
+            decrypt_s=ended - arrived,
+            bytes_down=len(data),
+        )
+        self.waited_s += ended - started
+        return finish_outputs(self._bundle, self._index, self._scales, values, bounded, self._statistics)
+
+    def wipe(self) -> None:
+        """Nothing: masks and corrections are wiped by their use, or with the query that owns them."""
+
+    def _gathered(self, values: list[NDArray[np.float32]]) -> tuple[NDArray[Any], NDArray[np.float64]]:
+        """Return what the uploaded values are gathered from, and its scale; the block's front steps run here."""
+        form, samples = self._hints.form, len(values[0])
+        if not form.front:
+            flat = [x.reshape(samples, prod(x.shape[1:])) for x in values]
+            joined = flat[0] if len(flat) == 1 else np.concatenate(flat, axis=1)
+            return np.ascontiguousarray(joined), self._scales.scale
+        # Sums of integers below q / 2 in magnitude: exact in float64.
+        shaped = [self._scales.scale.reshape(-1, *([1] * (x.ndim - 1))) for x in values]
+        made = [np.rint(x.astype(np.float64) * scale) for x, scale in zip(values, shaped, strict=True)]
+        for step in form.front:
+            made.append(evaluate_step(step, self._hints.maps, made))
+        joined = np.concatenate([made[v].reshape(samples, -1) for v in form.gathered], axis=1)
+        return joined, np.ones(samples)
