@@ -10,6 +10,7 @@ weighted operators read it and the factor is one number, or one a channel (a fea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from onnxscript.rewriter import rewrite
 from onnxscript.rewriter.rules.common import fuse_batchnorm_into_conv_rule, fuse_batchnorm_into_gemm_rule
 
 from partitioner.lowering import constant
+from partitioner.shapes import Shape, infer_shapes
 
 _WEIGHTED = ("Conv", "Gemm", "MatMul")
 
@@ -28,15 +30,16 @@ def fold(model: ir.Model) -> None:
     """Fold in place."""
     rewrite(model, [fuse_batchnorm_into_conv_rule, fuse_batchnorm_into_gemm_rule])
     _untranspose_gemm(model)
+    shapes = infer_shapes(model)
     for node in list(model.graph):
         if node.op_type in ("Mul", "Div"):
-            _fold_product(model, node)
+            _fold_product(model, node, shapes)
     common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
     common_passes.NameFixPass()(model)
 
 
-def _fold_product(model: ir.Model, node: ir.Node) -> None:
+def _fold_product(model: ir.Model, node: ir.Node, shapes: Mapping[str, Shape]) -> None:
     operands = [(constant(v), v) for v in node.inputs]
     constants = [(i, c) for i, (c, _) in enumerate(operands) if c is not None]
     if len(constants) != 1 or (node.op_type == "Div" and constants[0][0] == 0):
@@ -48,7 +51,9 @@ def _fold_product(model: ir.Model, node: ir.Node) -> None:
     factor = factor.astype(np.float64)
     factor = 1 / factor if node.op_type == "Div" else factor
     producer = value.producer()
-    if _readers_fold(node, factor):
+    shape, product = shapes.get(str(value.name)), shapes.get(str(node.outputs[0].name))
+    widens = factor.size > 1 and (shape is None or shape != product)  # readers need the product's axes, not the value's
+    if not widens and _readers_fold(node, factor):
         for use in list(node.outputs[0].uses()):
             _scale_input(model, use.node, factor)
         node.outputs[0].replace_all_uses_with(value)

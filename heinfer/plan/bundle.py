@@ -99,7 +99,7 @@ def load_server(folder: Path) -> ServerBundle:
     arrays = read_arrays(folder / WEIGHTS_FILE)
     for block in plan.blocks:
         block.program.check_arrays(arrays)
-    forms = tuple(derive_form(block, arrays) for block in plan.blocks)
+    forms = tuple(derive_form(block, arrays, plan.ring) for block in plan.blocks)
     return ServerBundle(plan, plan_hash, arrays, forms)
 
 

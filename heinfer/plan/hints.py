@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from heinfer.errors import PlanError
 from heinfer.operators import HintKind, PreparedForm, make_hints, map_names, prepare_form
 from heinfer.plan.files import HINTS_FILE, read_arrays, write_arrays
-from heinfer.plan.schema import Block, Plan, PreparedInfo
+from heinfer.plan.schema import Block, Plan, PreparedInfo, RingInfo
 from heinfer.ring import RingParameters, expand_uniform, pack, packed_bytes
 
 SEED_BYTES: Final = 32
@@ -81,15 +81,15 @@ def public_polynomials(plan: Plan, plan_hash: bytes, seed: bytes, block: int) ->
     return np.stack(made) if made else np.empty((0, ring.degree), np.int64)
 
 
-def derive_form(block: Block, maps: Arrays) -> PreparedForm | None:
-    """Cut a block as the plan says.
+def derive_form(block: Block, maps: Arrays, ring: RingInfo) -> PreparedForm | None:
+    """Cut a block as the partitioner did, from the degree of the plan's ring on.
 
     Raises:
         PlanError: plan and program do not agree.
     """
     if block.prepared is None:
         return None
-    form = prepare_form(block.program, maps, block.prepared.degree)
+    form = prepare_form(block.program, maps, ring.degree)
     if form is None or PreparedInfo.of(form) != block.prepared:
         raise PlanError("plan.json: a block's prepared form does not follow from its program; partition again")
     return form
@@ -113,7 +113,7 @@ def write_hints(folder: Path, plan: Plan, plan_hash: bytes, arrays: Arrays) -> N
         "created": np.array([int(time.time())], np.int64),
     }
     for index, block in enumerate(plan.blocks):
-        form = derive_form(block, arrays)
+        form = derive_form(block, arrays, plan.ring)
         assert form is not None  # has_prepared_mode
         public = public_polynomials(plan, plan_hash, seed, index)
         for number, hint in enumerate(make_hints(form, arrays, public, block_ring(plan, index))):
@@ -149,7 +149,7 @@ def read_hints(folder: Path, plan: Plan, plan_hash: bytes) -> NodeHints:
     blocks = []
     for index, block in enumerate(plan.blocks):
         block.program.check_maps(maps)
-        form = derive_form(block, maps)
+        form = derive_form(block, maps, plan.ring)
         assert form is not None  # the plan has prepared mode, or nobody reads hints
         packed = tuple(_packed(path, content, index, number, form) for number in range(len(form.hints)))
         blocks.append(BlockHints(form, maps, packed))

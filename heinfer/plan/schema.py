@@ -7,6 +7,7 @@ Tensors are known by name; a tensor that a step makes is never made again. Shape
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -38,6 +39,12 @@ class ModelInfo:
     sha256: Digest
 
 
+@lru_cache(maxsize=16)
+def _checked(degree: int, modulus: int) -> RingParameters:
+    """Check parameters once: a proof of primality takes as long as encrypting a block."""
+    return RingParameters(degree, modulus)
+
+
 @dataclass(frozen=True, slots=True, config=CONFIG)
 class RingInfo:
     """Ring parameters as numbers; `parameters` checks them against the security table."""
@@ -48,7 +55,7 @@ class RingInfo:
     @property
     def parameters(self) -> RingParameters:
         """The checked parameters."""
-        return RingParameters(self.degree, self.modulus)
+        return _checked(self.degree, self.modulus)
 
 
 @dataclass(frozen=True, slots=True, config=CONFIG)

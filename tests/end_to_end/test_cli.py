@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from onnx import helper
 
 from heinfer.client import LocalModel
 from heinfer.plan import read_plan
+from partitioner import partition
 from tests.parties import command, refusal
-from tests.small_models import dense_model
+from tests.small_models import convolution_model, dense_model, save_model
 
 REPORT_KEYS = {
     "samples", "accuracy_plain", "accuracy_encrypted", "agreement", "max_abs_error", "mean_abs_error", "error_bound",
@@ -58,17 +62,98 @@ def test_partition_what_is_no_model_is_refused_and_nothing_written(tmp_path: Pat
     assert {p.name for p in tmp_path.iterdir()} == {"noise.onnx"}
 
 
-def test_inspect_shows_steps_parameters_bytes_rounds_and_bounds(dense_bundle: Path, tmp_path: Path) -> None:
-    done = command("inspect", dense_bundle, "--json", tmp_path / "figures.json")
+@pytest.fixture(scope="module")
+def inspection(dense_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """What `inspect` prints of the dense model, and its figures."""
+    path = tmp_path_factory.mktemp("inspection") / "figures.json"
+    done = command("inspect", dense_bundle, "--json", path)
     assert done.code == 0, done.err
-    figures = json.loads((tmp_path / "figures.json").read_text())
+    return done.out, json.loads(path.read_text())
+
+
+def test_inspect_shows_steps_parameters_bytes_rounds_and_bounds(
+    dense_bundle: Path, inspection: tuple[str, dict[str, Any]]
+) -> None:
+    printed, figures = inspection
     plan, _ = read_plan(dense_bundle)
     assert figures["parameters"] == {"N": 2048, "log2_q": 50, "security_bits": 128}
     assert [b["unit_bound"] for b in figures["blocks"]] == [b.unit_bound for b in plan.blocks]
     assert [b["values_up"] for b in figures["blocks"]] == [3, 4]
     assert figures["bytes"]["1"] == {"up": 7 * 13000, "down": 6 * 13000}  # 2048 residues and a pack of 32
     for word in ("N = 2048", "128 bits", "Rounds: 2", "none", "Error bounds"):
+        assert word in printed
+
+
+def test_inspect_shows_what_prepared_mode_takes(dense_bundle: Path, inspection: tuple[str, dict[str, Any]]) -> None:
+    printed, figures = inspection
+    plan, _ = read_plan(dense_bundle)
+    prepared = figures["prepared"]
+    assert prepared["query_bytes"] == 8 * (3 + 4 + 4 + 2)  # a mask for every value up, a correction for every one down
+    assert prepared["hint_bytes"] == (4 + 2) * 12800  # one row of 2048 residues an output
+    assert (prepared["bytes_up"], prepared["bytes_down"]) == (2 * 200, 2 * 200)  # one pack of 32 a block
+    for block, found in zip(plan.blocks, figures["blocks"], strict=True):
+        assert found["prepared"] == {
+            "degree": 2048,
+            "hints": ["dense"],
+            "ciphertexts": 1,
+            "values_up": block.input_rows,
+            "values_down": block.output_rows,
+            "hint_bytes": block.output_rows * 12800,
+        }
+    for word in ("Prepared mode: 400 B up, 400 B down", "104 B of the node's memory", "76.8 KB of hints", "dense"):
+        assert word in printed
+
+
+def test_inspect_of_a_model_without_prepared_mode_says_so(tmp_path: Path) -> None:
+    model = save_model(
+        tmp_path / "wide.onnx",
+        [helper.make_node("Conv", ["x", "w"], ["y"], name="conv", kernel_shape=[1, 2])],
+        {"x": [1, 2, 9000]},
+        {"y": [1, 2, 8999]},
+        {"w": np.ones((1, 1, 1, 2), np.float32)},
+    )
+    partition(model, tmp_path / "bundle")
+    done = command("inspect", tmp_path / "bundle", "--json", tmp_path / "figures.json")
+    assert done.code == 0, done.err
+    assert "Prepared mode: none" in done.out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["prepared"] is None
+    assert [b["prepared"] for b in figures["blocks"]] == [None]
+
+
+def test_partition_for_long_security_takes_twice_the_degree(tmp_path: Path) -> None:
+    model = convolution_model(tmp_path / "convolution.onnx")
+    done = command("partition", model, "-o", tmp_path / "bundle", "--security", "long")
+    assert done.code == 0, done.err
+    done = command("inspect", tmp_path / "bundle", "--json", tmp_path / "figures.json")
+    assert done.code == 0, done.err
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert (figures["parameters"]["N"], figures["parameters"]["log2_q"]) == (4096, 50)
+    found = [(b["prepared"]["hints"], b["prepared"]["degree"]) for b in figures["blocks"]]
+    assert found == [(["polynomial"], 4096), (["dense"], 4096)]
+    assert figures["prepared"]["hint_bytes"] == (3 + 5) * 25600  # one row of 4096 residues a channel or output
+    for word in ("N = 4096", "polynomial", "dense", "204.8 KB of hints"):
         assert word in done.out
+
+
+def test_partition_rotate_renews_hints_and_leaves_all_else(dense_bundle: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(dense_bundle, tmp_path / "bundle"))
+    before = {p: p.read_bytes() for p in bundle.rglob("*") if p.is_file()}
+    done = command("partition", "--rotate", bundle)
+    assert done.code == 0, done.err
+    for word in ("Renewed seed and hints", "start the node again", "server stays"):
+        assert word in " ".join(done.out.split())
+    after = {p: p.read_bytes() for p in bundle.rglob("*") if p.is_file()}
+    assert after.keys() == before.keys()
+    assert [p for p in after if after[p] != before[p]] == [bundle / "node" / "hints.safetensors"]
+
+
+def test_partition_rotate_with_a_model_is_a_usage_error_and_changes_nothing(dense_bundle: Path) -> None:
+    hints = (dense_bundle / "node" / "hints.safetensors").read_bytes()
+    done = command("partition", "--rotate", dense_bundle, "model.onnx")
+    assert done.code == 2, done
+    assert "--rotate takes a bundle and no model" in " ".join(done.err.replace("│", " ").split())
+    assert (dense_bundle / "node" / "hints.safetensors").read_bytes() == hints
 
 
 def test_infer_at_a_node_writes_what_python_gets(dense: LocalModel, query: Path, tmp_path: Path) -> None:
@@ -158,6 +243,7 @@ def test_demo_classifies_digits_plain_beside_encrypted(tmp_path: Path) -> None:
     "arguments",
     [
         ["no-such-command"],
+        ["partition", "model.onnx"],
         ["evaluate", "bundle"],
         ["evaluate", "bundle", "--data", "d.npz", "--samples", "0"],
         ["node", "bundle/node"],

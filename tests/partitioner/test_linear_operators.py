@@ -249,3 +249,128 @@ def test_product_that_folds_into_the_last_conv_keeps_the_results_name(
     found = check(model, tmp_path)
     assert found.on_server == [["Conv"]]
     assert [t.name for t in found.plan.outputs] == ["y"]
+
+
+def factors(*shape: int) -> np.ndarray:
+    """Return constants whose products and quotients are exact: powers of two of both signs."""
+    generator = np.random.default_rng([9, *shape])
+    return (generator.choice([-1.0, 1.0], shape) * 2.0 ** generator.integers(-3, 4, shape)).astype(np.float32)
+
+
+FACTORS_IN_FRONT = {
+    "conv": ("[n,4,6,5]", "Conv <pads = [1, 1, 1, 1]> (a, w)", (3, 4, 3, 3), (4, 1, 1)),
+    "conv_4d": ("[n,4,6,5]", "Conv (a, w)", (3, 4, 3, 3), (1, 4, 1, 1)),
+    "grouped_conv": ("[n,4,6,5]", "Conv <group = 2> (a, w)", (6, 2, 3, 3), (4, 1, 1)),
+    "depthwise_conv": ("[n,4,6,5]", "Conv <group = 4> (a, w)", (8, 1, 3, 3), (4, 1, 1)),
+    "gemm": ("[n,7]", "Gemm (a, w)", (7, 5), (7,)),
+    "gemm_2d": ("[n,7]", "Gemm (a, w)", (7, 5), (1, 7)),
+    "gemm_trans_b": ("[n,7]", "Gemm <transB = 1> (a, w)", (5, 7), (7,)),
+    "gemm_square": ("[n,7]", "Gemm (a, w)", (7, 7), (7,)),
+    "gemm_square_trans_b": ("[n,7]", "Gemm <transB = 1> (a, w)", (7, 7), (7,)),
+    "matmul": ("[n,7]", "MatMul (a, w)", (7, 5), (7,)),
+    "matmul_over_tokens": ("[n,3,7]", "MatMul (a, w)", (7, 5), (7,)),
+    "matmul_over_as_many_tokens": ("[n,7,7]", "MatMul (a, w)", (7, 7), (7,)),
+}
+
+
+@pytest.mark.parametrize("operation", ["Mul (r, c)", "Mul (c, r)", "Div (r, c)"])
+@pytest.mark.parametrize("case", FACTORS_IN_FRONT)
+def test_factor_per_feature_in_front_of_weights_folds_into_them(case: str, operation: str, tmp_path: Path) -> None:
+    source, call, shape, factor = FACTORS_IN_FRONT[case]
+    constants = {"w": weights(*shape), "c": factors(*factor)}
+    model = graph(f"g (float{source} x) => (float y) {{ r = Relu (x) a = {operation} y = {call} }}", constants)
+    found = check(model, tmp_path)
+    assert found.on_server == [[call.partition(" ")[0]]]
+    assert found.on_node == [["Relu"]]
+
+
+def test_factor_per_channel_folds_into_every_reader_of_the_product(tmp_path: Path) -> None:
+    model = graph(
+        "g (float[n,4,6,5] x) => (float y, float z) { a = Div (x, c) b = Conv (a, w) y = Relu (b) "
+        "d = Conv <group = 2> (a, v) z = Relu (d) }",
+        {"w": weights(3, 4, 3, 3), "v": weights(6, 2, 1, 1), "c": factors(4, 1, 1)},
+    )
+    assert check(model, tmp_path).server_operators == ["Conv", "Conv"]
+
+
+def test_input_normalisation_keeps_its_shift_and_folds_its_factor(tmp_path: Path) -> None:
+    model = graph(
+        "g (float[n,3,8,8] x) => (float y) { a = Sub (x, mean) b = Div (a, deviation) y = Conv (b, w) }",
+        {"w": weights(4, 3, 3, 3), "mean": weights(3, 1, 1), "deviation": np.abs(factors(3, 1, 1))},
+    )
+    found = check(model, tmp_path)
+    assert "Div" not in found.server_operators + found.node_operators
+    assert found.server_operators.count("Conv") == len(found.plan.blocks) == 1
+
+
+NOT_FOLDED = {
+    "second_reader": (
+        "(float[n,4,6,5] x) => (float y, float z)",
+        "r = Relu (x) a = Mul (r, c) y = Conv (a, w) z = Exp (a)",
+        (3, 4, 3, 3),
+        (4, 1, 1),
+    ),
+    "result_of_the_model": (
+        "(float[n,7] x) => (float y, float a)",
+        "r = Relu (x) a = Mul (r, c) y = Gemm (a, w)",
+        (7, 5),
+        (7,),
+    ),
+    "rows": ("(float[n,4,6,5] x) => (float y)", "r = Relu (x) a = Mul (r, c) y = Conv (a, w)", (3, 4, 3, 3), (6, 1)),
+    "columns": ("(float[n,4,6,5] x) => (float y)", "r = Relu (x) a = Mul (r, c) y = Conv (a, w)", (3, 4, 3, 3), (5,)),
+    "columns_as_many_as_channels": (
+        "(float[n,4,6,4] x) => (float y)",
+        "r = Relu (x) a = Mul (r, c) y = Conv (a, w)",
+        (3, 4, 3, 3),
+        (4,),
+    ),
+    "whole_plane": (
+        "(float[n,4,6,5] x) => (float y)",
+        "r = Relu (x) a = Mul (r, c) y = Conv (a, w)",
+        (3, 4, 3, 3),
+        (4, 6, 5),
+    ),
+    "tokens": ("(float[n,7,7] x) => (float y)", "r = Relu (x) a = Mul (r, c) y = MatMul (a, w)", (7, 5), (7, 1)),
+    "tokens_and_features": (
+        "(float[n,3,7] x) => (float y)",
+        "r = Relu (x) a = Mul (r, c) y = MatMul (a, w)",
+        (7, 5),
+        (3, 7),
+    ),
+    "rank_of_three": (
+        "(float[n,3,7] x) => (float y)",
+        "r = Relu (x) a = Mul (r, c) y = MatMul (a, w)",
+        (7, 5),
+        (1, 1, 7),
+    ),
+    "left_operand": (
+        "(float[n,7,3] x) => (float y)",
+        "r = Relu (x) a = Mul (r, c) y = MatMul (w, a)",
+        (5, 7),
+        (7, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FOLDED)
+def test_factor_that_another_reader_needs_or_that_is_none_of_the_weights_stays(case: str, tmp_path: Path) -> None:
+    values, body, shape, factor = NOT_FOLDED[case]
+    constants = {"w": weights(*shape), "c": factors(*factor)}
+    found = check(graph(f"g {values} {{ {body} }}", constants), tmp_path)
+    assert "Mul" in found.server_operators + found.node_operators
+
+
+BROADCASTS = {
+    "channels": ("[n,1,6,5]", "Conv (a, w)", (3, 4, 3, 3), (4, 1, 1)),
+    "features": ("[n,1]", "Gemm (a, w)", (7, 5), (7,)),
+    "features_of_tokens": ("[n,3,1]", "MatMul (a, w)", (7, 5), (7,)),
+}
+
+
+@pytest.mark.parametrize("case", BROADCASTS)
+def test_factor_that_widens_the_activation_stays(case: str, tmp_path: Path) -> None:
+    source, call, shape, factor = BROADCASTS[case]
+    constants = {"w": weights(*shape), "c": factors(*factor)}
+    model = graph(f"g (float{source} x) => (float y) {{ r = Relu (x) a = Mul (r, c) y = {call} }}", constants)
+    found = check(model, tmp_path)
+    assert "Mul" in found.server_operators + found.node_operators
