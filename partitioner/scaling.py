@@ -64,7 +64,7 @@ def _quantise(program: Program, arrays: Arrays, largest: Mapping[str, Floats]) -
                 factors[step.values] = np.asarray(arrays[step.values], np.float64)
             case _:
                 pass
-    norms = tuple(analyse(program, server, scales, factors))
+    norms = tuple(analyse(program, server, scales, factors, arrays))
     row_sum = max(float(np.max(n.l1, initial=0.0)) for n in norms)
     return Quantised(server, norms, round(row_sum))
 

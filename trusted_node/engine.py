@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +88,7 @@ class Engine:
         link: connection to the server.
         pool: processes for encryption and decryption in standard mode.
         limits: sizes on the wire.
-        prepared: prepared queries; needed where the plan and the choice allow prepared mode.
+        prepared: prepared queries; needed where the plan has prepared mode and the choice is not standard.
         choice: which mode queries run in.
 
     Raises:
@@ -109,8 +109,9 @@ class Engine:
         self.pool = pool
         self.limits = limits
         self.prepared = prepared
-        self.choice = choice if prepared is not None else ModeChoice.STANDARD
-        choose_mode(bundle.plan, choice, 1)
+        self.choice = choice
+        if choose_mode(bundle.plan, choice, 1) is Mode.PREPARED and prepared is None:
+            raise InputError("prepared mode needs a pool of prepared queries")
         self.runner = PlanRunner(bundle.plan, bundle.submodels, core_count())
         self._threads = ThreadPoolExecutor(GROUPS_IN_FLIGHT, thread_name_prefix="heinfer-group")
 

@@ -1,6 +1,6 @@
 """The pool of prepared queries: filled in the background, between queries.
 
-    idle node --> prepare one sample, until there are enough --> a query takes what is there --> prepares what is missing
+    idle node --> prepare one sample, until there are enough --> a query takes what is there, prepares what is missing
 
 A burst larger than the pool costs time and never fails. Entries expire within minutes, are wiped when the pool closes,
 and are dropped in a forked child.
@@ -25,6 +25,8 @@ from trusted_node.preparation import PreparedQuery, Preparer
 logger = logging.getLogger(__name__)
 #: Seconds after which an entry is thrown away: what is in memory for long is there to be stolen.
 LIFETIME_S: Final = 240.0
+#: Seconds without a query before refilling begins: queries in a row take from the pool and are not disturbed.
+IDLE_S: Final = 0.01
 _CHECK_S: Final = 5.0
 
 
@@ -63,8 +65,8 @@ class PreparedPool:
         self._lifetime_s = lifetime_s
         self._ready: deque[PreparedQuery] = deque()
         self._changed = threading.Condition()
-        self._owner = os.getpid()
         self._online = 0
+        self._idle_since = 0.0
         self._closed = False
         self._times: deque[float] = deque(maxlen=16)
         self._thread = threading.Thread(target=self._refill, name="heinfer-prepare", daemon=True)
@@ -122,6 +124,7 @@ class PreparedPool:
         finally:
             with self._changed:
                 self._online -= 1
+                self._idle_since = time.monotonic()
                 self._changed.notify_all()
 
     def wait_full(self, timeout_s: float) -> bool:
@@ -146,6 +149,8 @@ class PreparedPool:
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_work, _CHECK_S)
+                while not self._closed and (pause := self._idle_since + IDLE_S - time.monotonic()) > 0:
+                    self._changed.wait(pause)
                 if self._closed:
                     return
                 self._drop_expired()
@@ -172,7 +177,7 @@ class PreparedPool:
             self._ready.popleft().wipe()
 
     def _forget(self) -> None:
-        """In a forked child: entries are the parent's. Their memory is zero here already; locks may be held for ever."""
+        """In a forked child: entries are the parent's, and their memory is zero here; locks may be held for ever."""
         self._ready = deque()
         self._changed = threading.Condition()
         self._closed = True

@@ -319,16 +319,19 @@ class Preparer:
                     make_elementwise_corrections(data, masks[part], noise[part], q, inverse, out)
             values[value] = out[None]
         if not material.is_direct:
-            self._finish(material, values, corrections)
+            self._finish(material, values, corrections, temporary)
 
     @staticmethod
-    def _finish(material: BlockMaterial, values: dict[int, Residues], corrections: Residues) -> None:
+    def _finish(
+        material: BlockMaterial, values: dict[int, Residues], corrections: Residues, temporary: list[NDArray[Any]]
+    ) -> None:
         """Run what follows the weights on the corrections, and join the outputs."""
         form = material.form
         empty = np.empty((1, 0), np.int64)
         known = [values.get(number, empty) for number in range(len(material.sizes))]
         for number, run in material.after:
             known[number] = run(known)
+            temporary.append(known[number])
         first = 0
         for output in form.program.outputs:
             size = material.sizes[output]

@@ -69,7 +69,7 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=err, transient=not err.is_terminal) as bars:
+    with Progress(*columns, console=err, disable=not err.is_terminal) as bars:
         tasks: dict[str, Any] = {}
 
         def tell(phase: str, done: int, total: int) -> None:

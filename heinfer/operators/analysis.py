@@ -61,7 +61,11 @@ class _Rows:
 
 
 def analyse(
-    program: Program, integers: Mapping[str, NDArray[Any]], scales: Mapping[str, Floats], factors: Mapping[str, Floats]
+    program: Program,
+    integers: Mapping[str, NDArray[Any]],
+    scales: Mapping[str, Floats],
+    factors: Mapping[str, Floats],
+    real: Mapping[str, NDArray[Any]] | None = None,
 ) -> list[RowNorms]:
     """Return the norms of every output of a full program.
 
@@ -71,6 +75,7 @@ def analyse(
         scales: weight scale of every weighted step by its weights' name: per output channel for `Conv`, per column for
             `MatMul`, per element for `Scale`.
         factors: values of `Rescale` steps.
+        real: the weights before quantisation: those that are 0 have no rounding error. None: as if none were 0.
 
     Raises:
         ScaleConflictError: values of different scales are added.
@@ -84,7 +89,7 @@ def analyse(
         first += ones.size
     for position, step in enumerate(program.steps):
         sources = [values[s] for s in sources_of(step)]
-        values.append(_advance(position, step, sources, integers, scales, factors))
+        values.append(_advance(position, step, sources, integers, scales, factors, real))
     return [
         RowNorms(rows.scale[0], rows.l1[0], rows.l2[0], rows.paths[0], rows.multiplicity[0])
         for rows in (values[o] for o in program.outputs)
@@ -98,10 +103,13 @@ def _advance(
     integers: Mapping[str, NDArray[Any]],
     scales: Mapping[str, Floats],
     factors: Mapping[str, Floats],
+    real: Mapping[str, NDArray[Any]] | None,
 ) -> _Rows:
     match step:
         case Conv() | MatMul() | Scale():
-            return _weigh(step, sources[0], integers[step.weights], scales[step.weights])
+            weights = integers[step.weights]
+            used = np.ones(weights.shape) if real is None else (real[step.weights] != 0).astype(np.float64)
+            return _weigh(step, sources[0], weights, used, scales[step.weights])
         case Take():
             return _move(step, sources, integers[step.indices] if step.indices else None)
         case Sum():
@@ -114,7 +122,8 @@ def _advance(
             return sources[0]
 
 
-def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], scale: Floats) -> _Rows:
+def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], used: Floats, scale: Floats) -> _Rows:
+    """Apply weights to norms; `used` is 1 for weights that are rounded and 0 for those that are 0 and stay so."""
     absolute = np.abs(weights.astype(np.float64))
 
     def apply(array: Floats, x: Floats) -> Floats:
@@ -124,7 +133,7 @@ def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], scal
     l1 = apply(absolute, rows.l1)
     distinct = rows.distinct
     l2 = np.sqrt(apply(absolute**2, rows.l2**2)) if distinct else l1
-    paths = apply(np.ones_like(absolute), rows.live.astype(np.float64))
+    paths = apply(used, rows.live.astype(np.float64))
     shaped = scale.reshape(-1, 1, 1) if isinstance(step, Conv) else scale
     # Copies of one input may meet several of a row's weights, at worst all.
     multiplicity = np.ones_like(l1) if distinct else paths

@@ -50,6 +50,7 @@ def test_crypto_pool_after_a_worker_died_fails_its_task_and_starts_anew() -> Non
     one = np.ones(1)
     with CryptoPool(RingParameters.default(), workers=1) as pool:
         secret = bytes(pool.generate_secret())
+        pool.start()
         (worker,) = pool._executor._processes.values()
         worker.kill()
         worker.join()
@@ -70,6 +71,7 @@ from heinfer.ring import RingParameters
 from trusted_node.workers import CryptoPool
 if __name__ == "__main__":
     pool = CryptoPool(RingParameters.default(), workers=1)
+    pool.start()
     print(*pool._executor._processes, flush=True)
     sys.stdin.read()
 """
