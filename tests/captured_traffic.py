@@ -1,4 +1,4 @@
-"""A plain TCP proxy on loopback that keeps every byte, and readers of the gRPC messages and events in them."""
+"""A plain TCP proxy on loopback that keeps every byte, and readers of the frames and events in them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 
-from heinfer.wire import Address, BlockAnswer, BlockRequest, Chunk, End, NodeEvent, ServerEvent
+from heinfer.wire import Address, BlockAnswer, BlockRequest, End, NodeEvent, ServerEvent
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, PADDED = 0, 0x8
+MAGIC = b"heinfer\x02"
+Frame = tuple[bytes, bytes]
 Event = NodeEvent | ServerEvent | End
 
 
@@ -80,43 +79,28 @@ class Proxy:
             sink.shutdown(socket.SHUT_WR)
 
 
-def frames(data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
-    """Yield (type, flags, stream, payload) of every complete HTTP/2 frame (RFC 9113, section 4.1), preface skipped."""
-    position = len(PREFACE) if data.startswith(PREFACE) else 0
-    while position + 9 <= len(data):
-        length = int.from_bytes(data[position : position + 3], "big")
-        kind, flags = data[position + 3], data[position + 4]
-        stream = int.from_bytes(data[position + 5 : position + 9], "big")
-        payload = data[position + 9 : position + 9 + length]
-        if len(payload) < length:
-            return
-        yield kind, flags, stream, payload
-        position += 9 + length
+def messages(data: bytes) -> list[Frame]:
+    """Return (envelope, payload) of every frame that a node sent over a connection, the last of which is whole.
 
-
-def messages(data: bytes) -> list[bytes]:
-    """Return the gRPC messages of one direction of a connection, in the order in which they were complete."""
-    found: list[bytes] = []
-    pending: dict[int, bytearray] = {}
-    for kind, flags, stream, payload in frames(data):
-        if kind != DATA:
-            continue
-        assert not flags & PADDED, "gRPC does not pad"
-        buffer = pending.setdefault(stream, bytearray())
-        buffer += payload
-        while len(buffer) >= 5:
-            compressed, length = struct.unpack_from(">BI", buffer)
-            assert compressed == 0
-            if len(buffer) < 5 + length:
-                break
-            found.append(bytes(buffer[5 : 5 + length]))
-            del buffer[: 5 + length]
+    Reads the format's description (heinfer/wire/proto/heinfer.proto), not our code.
+    """
+    assert data.startswith(MAGIC)
+    found, position = [], len(MAGIC)
+    while position < len(data):
+        envelope_bytes, payload_bytes = struct.unpack_from("<II", data, position)
+        middle = position + 8 + envelope_bytes
+        position = middle + payload_bytes
+        assert position <= len(data), "the last frame is cut"
+        found.append((data[middle - envelope_bytes : middle], data[middle : middle + payload_bytes]))
     return found
 
 
-def other_payloads(data: bytes) -> Iterator[bytes]:
-    """Yield what is not in a DATA frame: headers, settings, pings, window updates."""
-    return (payload for kind, _, _, payload in frames(data) if kind != DATA)
+def without_payloads(data: bytes) -> bytes:
+    """Return what a node sent over a connection less the bytes of its chunks: magic, lengths, envelopes."""
+    parts = [MAGIC]
+    for envelope, payload in messages(data):
+        parts += [struct.pack("<II", len(envelope), len(payload)), envelope]
+    return b"".join(parts)
 
 
 def flatten(event: Event) -> list[Event]:
@@ -124,11 +108,3 @@ def flatten(event: Event) -> list[Event]:
     if isinstance(event, BlockRequest | BlockAnswer) and event.first is not None:
         return [replace(event, first=None), event.first]
     return [event]
-
-
-def without_payload(message: bytes, event: Event) -> bytes:
-    """Return an encoded event less the bytes of its chunk."""
-    for part in flatten(event):
-        if isinstance(part, Chunk):
-            message = message.replace(part.data, b"")
-    return message

@@ -39,6 +39,8 @@ class PreparedBlocks:
             for form in bundle.forms
             if form is not None
         ]
+        programs = [program.program for program in self._programs]
+        self._values = [(sum(map(prod, p.inputs)), sum(map(prod, p.output_shapes))) for p in programs]
         self._merger = Merger(self._run, core_count())
 
     def warm_up(self, block: int) -> None:
@@ -48,8 +50,7 @@ class PreparedBlocks:
 
     def values(self, block: int) -> tuple[int, int]:
         """Return the residues of one sample, up and down."""
-        program = self._programs[block].program
-        return sum(map(prod, program.inputs)), sum(map(prod, program.output_shapes))
+        return self._values[block]
 
     def evaluate(self, block: int, packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Evaluate a block.

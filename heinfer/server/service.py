@@ -1,4 +1,4 @@
-"""The untrusted server: one handler a stream, the protocol's state machine, and the evaluator.
+"""The untrusted server: one handler a connection, the protocol's state machine, and the evaluator.
 
 The server keeps nothing between requests but the loaded plan. Whatever goes wrong, its peer sees a fixed code.
 What a request asks for depends on its mode: `REQUESTS` names who takes its rows and makes its answer.
@@ -9,8 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from heinfer.ring import pack, packed_bytes, unpack
 from heinfer.server.evaluation import BlockEvaluator, Upload, pack_rows
 from heinfer.server.prepared import Collector
 from heinfer.wire import (
@@ -27,16 +31,14 @@ from heinfer.wire import (
     ServerEvent,
     ServerSession,
     UploadComplete,
-    add_evaluator,
-    bind,
     block_shapes,
     iterate_row_chunks,
-    make_server,
     row_bytes,
+    serve_sessions,
 )
 
 logger = logging.getLogger(__name__)
-#: Streams served at once; a node opens a few.
+#: Connections served at once; a node opens a few.
 WORKERS = 32
 
 
@@ -81,6 +83,40 @@ class StandardRequest:
         return len(result), (Chunk(self._request.request_id, *part) for part in packed)
 
 
+class BatchRequest:
+    """A request of a batch: `samples` residues of b alone of each ciphertext.
+
+    Args:
+        evaluator: the loaded plan.
+        request: how it was announced.
+        limits: chunk size.
+    """
+
+    def __init__(self, evaluator: BlockEvaluator, request: BlockRequest, limits: Limits) -> None:
+        self._evaluator = evaluator
+        self._request = request
+        self._limits = limits
+        self._residues = np.empty((request.rows, request.samples), np.int64)
+        self._size = packed_bytes(request.samples)
+
+    def add(self, chunk: Chunk) -> None:
+        """Take the next rows."""
+        packed = np.frombuffer(chunk.data, np.uint8).reshape(chunk.rows, self._size)
+        modulus = self._evaluator.bundle.plan.ring.modulus
+        self._residues[chunk.first_row : chunk.first_row + chunk.rows] = unpack(packed, self._request.samples, modulus)
+
+    def evaluate(self) -> tuple[int, Iterator[Chunk]]:
+        """Evaluate the block; the answer is packed chunk by chunk."""
+        result = self._evaluator.evaluate(self._request.block, self._residues)
+        return len(result), self._chunks(result)
+
+    def _chunks(self, result: NDArray[np.int64]) -> Iterator[Chunk]:
+        step = max(1, self._limits.chunk_bytes // self._size)
+        for first in range(0, len(result), step):
+            part = result[first : first + step]
+            yield Chunk(self._request.request_id, first, len(part), pack(part).tobytes())
+
+
 class PreparedRequest:
     """A request in prepared mode: b alone, every sample packed by itself.
 
@@ -115,6 +151,7 @@ class PreparedRequest:
 REQUESTS: dict[Mode, Callable[[BlockEvaluator, BlockRequest, Limits], OpenRequest]] = {
     Mode.STANDARD: StandardRequest,
     Mode.PREPARED: PreparedRequest,
+    Mode.BATCH: BatchRequest,
 }
 
 
@@ -135,14 +172,12 @@ class EvaluatorService:
         self._limits = limits
         plan = evaluator.bundle.plan
         self._shapes = block_shapes(plan)
-        self._server: Any = make_server(limits, WORKERS)
-        add_evaluator(self._server, self._handle, limits)
-        self.address = bind(self._server, address)
-        self._server.start()
+        self._server = serve_sessions(address, self._handle, limits, WORKERS)
+        self.address = self._server.address
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """Refuse new streams, let running ones end within the grace, then stop."""
-        self._server.stop(grace_s).wait()
+        """Refuse new sessions, let running answers end within the grace, then stop."""
+        self._server.stop(grace_s)
 
     def _handle(self, events: Iterator[NodeEvent]) -> Iterator[ServerEvent | End]:
         session = ServerSession(self._evaluator.bundle.plan_hash, self._shapes, self._limits)

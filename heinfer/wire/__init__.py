@@ -1,19 +1,28 @@
-"""What parties say to each other: events, state machines, codec, limits, and the gRPC around them."""
+"""What parties say to each other: events, state machines, codec, limits, and the TCP and gRPC around them."""
 
 from heinfer.wire.address import (
     Address,
+    TransportError,
     parse_address,
 )
 from heinfer.wire.channel import (
-    TransportError,
     bind,
     channel_options,
     make_server,
     open_channel,
     server_options,
 )
+from heinfer.wire.connection import (
+    Connection,
+    connect,
+)
 from heinfer.wire.limits import (
     Limits,
+)
+from heinfer.wire.listener import (
+    SessionHandler,
+    SessionServer,
+    serve_sessions,
 )
 from heinfer.wire.messages import (
     PROTOCOL_VERSION,
@@ -49,12 +58,9 @@ from heinfer.wire.queries import (
 from heinfer.wire.services import (
     EventStream,
     QueryHandler,
-    SessionHandler,
-    add_evaluator,
     add_node,
     call_describe,
     call_infer,
-    call_session,
     query_failure,
 )
 from heinfer.wire.session import (
@@ -87,6 +93,7 @@ __all__ = [
     "BlockRequest",
     "BlockShape",
     "Chunk",
+    "Connection",
     "Description",
     "End",
     "EventStream",
@@ -111,6 +118,7 @@ __all__ = [
     "ServerEvent",
     "ServerSession",
     "SessionHandler",
+    "SessionServer",
     "State",
     "Statistics",
     "TensorAssembler",
@@ -118,14 +126,13 @@ __all__ = [
     "TensorSpec",
     "TransportError",
     "UploadComplete",
-    "add_evaluator",
     "add_node",
     "bind",
     "block_shapes",
     "call_describe",
     "call_infer",
-    "call_session",
     "channel_options",
+    "connect",
     "describe_tensors",
     "failure_code",
     "iterate_row_chunks",
@@ -137,5 +144,6 @@ __all__ = [
     "read_query",
     "read_result",
     "row_bytes",
+    "serve_sessions",
     "server_options",
 ]

@@ -1,4 +1,4 @@
-"""Where a service listens: host:port, with IPv6 addresses in brackets."""
+"""Where a service listens: host:port, with IPv6 addresses in brackets; and where plain text may go."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
-from heinfer.errors import InputError
+from heinfer.errors import InputError, ProtocolError
 
 #: One label of a host name: RFC 1123, section 2.1, and underscores, which container networks use.
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
@@ -14,6 +14,10 @@ _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 _IP = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,32})?")
 _PORT = re.compile(r"[0-9]{1,5}")
 MAX_HOST_CHARACTERS = 253
+
+
+class TransportError(ProtocolError):
+    """A connection cannot be made or accepted as configured: a port in use, or plain text beyond this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,14 @@ class Address:
         return ip is not None and ip.is_loopback
 
     @property
+    def endpoint(self) -> tuple[str, int]:
+        """What a socket is given. `localhost` is 127.0.0.1: bound to both families it would hide a port in use."""
+        return "127.0.0.1" if self.host.lower() == "localhost" else self.host, self.port
+
+    @property
     def target(self) -> str:
-        """What gRPC is given. `localhost` is 127.0.0.1: bound to both families it would hide a port in use."""
-        host = "127.0.0.1" if self.host.lower() == "localhost" else self.host
-        return str(Address(host, self.port))
+        """What gRPC is given; the same place."""
+        return str(Address(*self.endpoint))
 
     @property
     def _ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -88,3 +96,20 @@ def parse_address(text: str) -> Address:
         if ":" not in host:
             raise InputError(f"only IPv6 addresses stand in brackets, got {text!r}")
     return Address(host, int(port))
+
+
+def refuse_plain_text(address: Address) -> None:
+    """Raise TransportError unless the address is loopback."""
+    if not address.is_loopback:
+        raise TransportError(
+            f"plain text is refused for {address}, which is not a loopback address: TLS comes with the transport "
+            "layer; until then use an SSH tunnel or a loopback address"
+        )
+
+
+def cannot_listen(address: Address) -> TransportError:
+    """The error for an address that cannot be bound."""
+    return TransportError(
+        f"cannot listen on {address}: the port is in use, or the address is not this machine's. "
+        "Stop the other process or choose another port; port 0 takes a free one"
+    )

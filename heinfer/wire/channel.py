@@ -7,15 +7,11 @@ from typing import Any
 
 import grpc
 
-from heinfer.errors import ParameterError, ProtocolError
-from heinfer.wire.address import Address
+from heinfer.errors import ParameterError
+from heinfer.wire.address import Address, cannot_listen, refuse_plain_text
 from heinfer.wire.limits import Limits
 
 Options = tuple[tuple[str, int], ...]
-
-
-class TransportError(ProtocolError):
-    """A connection cannot be made or accepted as configured: a port in use, or plain text beyond this machine."""
 
 
 def _common_options(limits: Limits) -> Options:
@@ -81,16 +77,13 @@ def bind(server: Any, address: Address) -> Address:
     Raises:
         TransportError: the port is in use, the address is not this machine's, or not loopback.
     """
-    _refuse_plain_text(address)
+    refuse_plain_text(address)
     try:
         port = server.add_insecure_port(address.target)
     except RuntimeError:
         port = 0
     if port == 0:
-        raise TransportError(
-            f"cannot listen on {address}: the port is in use, or the address is not this machine's. "
-            "Stop the other process or choose another port; port 0 takes a free one"
-        )
+        raise cannot_listen(address)
     return Address(address.host, port)
 
 
@@ -103,13 +96,5 @@ def open_channel(address: Address, limits: Limits) -> Any:
     Raises:
         TransportError: the address is not loopback.
     """
-    _refuse_plain_text(address)
+    refuse_plain_text(address)
     return grpc.insecure_channel(address.target, options=channel_options(limits))
-
-
-def _refuse_plain_text(address: Address) -> None:
-    if not address.is_loopback:
-        raise TransportError(
-            f"plain text is refused for {address}, which is not a loopback address: TLS comes with the transport "
-            "layer; until then use an SSH tunnel or a loopback address"
-        )

@@ -1,7 +1,10 @@
-"""Events to bytes and back, by protobuf; those of queries and results are in `heinfer.wire.query_codec`.
+"""Events to frames and back: an envelope by protobuf and, beside it, the bytes of the chunk that it announces.
+
+Those of queries and results are in `heinfer.wire.query_codec`.
 
 Decoding is total: whatever the bytes, the result is a well-formed event or a `RemoteProtocolError`. Fields that this
-version does not know are ignored; the protocol version tells peers apart.
+version does not know are ignored; the protocol version tells peers apart. How long an envelope and a payload may be is
+checked where frames are read and written (`heinfer.wire.frames`).
 """
 
 from __future__ import annotations
@@ -29,120 +32,112 @@ from heinfer.wire.messages import (
 from heinfer.wire.proto import heinfer_pb2 as pb
 
 T = TypeVar("T")
+#: Envelope and payload of one frame.
+Frame = tuple[bytes, bytes]
+NO_PAYLOAD = b""
+_MODES = {mode.value: mode for mode in Mode}  # a call of the Enum takes longer
 
 
-def encode_node_event(event: NodeEvent, limits: Limits) -> bytes:
-    """Encode what a node says to a server.
+def encode_node_event(event: NodeEvent) -> Frame:
+    """Encode what a node says to a server; the payload is the chunk's own bytes, not a copy.
 
     Raises:
-        LocalProtocolError: no such event, or it exceeds `limits.message_bytes`. So do all encoders here.
+        LocalProtocolError: no such event, or a chunk without bytes.
     """
-
-    def convert() -> Any:
+    message = pb.NodeMessage()
+    try:
         match event:
-            case Hello():
-                return pb.NodeMessage(
-                    hello=pb.Hello(
-                        protocol_version=event.protocol_version, plan_hash=event.plan_hash, session=event.session
-                    )
-                )
             case BlockRequest():
-                request = pb.BlockRequest(
-                    session=event.session,
-                    plan_hash=event.plan_hash,
-                    block=event.block,
-                    request_id=event.request_id,
-                    attempt=event.attempt,
-                    mode=number(event.mode),
-                    samples=event.samples,
-                    rows=event.rows,
-                )
-                message = pb.NodeMessage(request=request)
-                if event.first is not None:
-                    _fill(message.request.first, event.first)
-                return message
+                request = message.request
+                request.session, request.plan_hash = event.session, event.plan_hash
+                request.block, request.request_id, request.attempt = event.block, event.request_id, event.attempt
+                request.mode, request.samples, request.rows = number(event.mode), event.samples, event.rows
+                payload = _fill(request.first, event.first) if event.first is not None else NO_PAYLOAD
             case Chunk():
-                message = pb.NodeMessage()
-                _fill(message.chunk, event)
-                return message
+                payload = _fill(message.chunk, event)
+            case Hello():
+                hello, payload = message.hello, NO_PAYLOAD
+                hello.protocol_version = event.protocol_version
+                hello.plan_hash, hello.session = event.plan_hash, event.session
+            case _:
+                raise _stray(event)
+        return message.SerializeToString(), payload
+    except (ValueError, TypeError, EncodeError) as error:
+        raise _unencodable(error) from None
 
-    return encode(convert, limits)
 
-
-def decode_node_event(data: bytes, limits: Limits) -> NodeEvent:
+def decode_node_event(envelope: bytes, payload: bytes) -> NodeEvent:
     """Decode what a node said.
 
     Raises:
-        RemoteProtocolError: anything else. So do all decoders here.
+        RemoteProtocolError: it is no event, or the payload is not that of a chunk in it.
     """
-
-    def convert(message: Any) -> NodeEvent:
-        match message.WhichOneof("kind"):
-            case "hello":
-                hello = message.hello
-                return Hello(hello.plan_hash, hello.session, hello.protocol_version)
-            case "request":
-                request = message.request
-                return BlockRequest(
-                    session=request.session,
-                    plan_hash=request.plan_hash,
-                    block=request.block,
-                    request_id=request.request_id,
-                    samples=request.samples,
-                    rows=request.rows,
-                    attempt=request.attempt,
-                    mode=Mode(request.mode),
-                    first=_first_event(request),
-                )
-            case "chunk":
-                return _chunk_event(message.chunk)
-            case kind:
-                raise LocalProtocolError(f"message of unknown kind {kind}")
-
-    return decode(pb.NodeMessage(), data, limits, convert)
+    return parse(pb.NodeMessage(), envelope, lambda message: _node_event(message, payload))
 
 
-def encode_server_event(event: ServerEvent, limits: Limits) -> bytes:
+def _node_event(message: Any, payload: bytes) -> NodeEvent:
+    match message.WhichOneof("kind"):
+        case "request":
+            r = message.request
+            first, mode = _first_event(r, payload), _mode(r.mode)
+            return BlockRequest(
+                r.session, r.plan_hash, r.block, r.request_id, r.samples, r.rows, r.attempt, mode, first
+            )
+        case "chunk":
+            return _chunk_event(message.chunk, payload)
+        case "hello":
+            _refuse_payload(payload)
+            hello = message.hello
+            return Hello(hello.plan_hash, hello.session, hello.protocol_version)
+        case kind:
+            raise LocalProtocolError(f"message of unknown kind {kind}")
+
+
+def encode_server_event(event: ServerEvent) -> Frame:
     """Encode what a server says to a node. Raises as `encode_node_event`."""
-
-    def convert() -> Any:
+    message = pb.ServerMessage()
+    try:
         match event:
-            case Ready():
-                return pb.ServerMessage(ready=pb.Ready())
             case BlockAnswer():
-                answer = pb.BlockAnswer(request_id=event.request_id, rows=event.rows, compute_seconds=event.compute_s)
-                message = pb.ServerMessage(answer=answer)
-                if event.first is not None:
-                    _fill(message.answer.first, event.first)
-                return message
-            case Chunk():
-                message = pb.ServerMessage()
-                _fill(message.chunk, event)
-                return message
-            case Failure():
-                return pb.ServerMessage(failure=pb.Failure(code=number(event.code)))
-
-    return encode(convert, limits)
-
-
-def decode_server_event(data: bytes, limits: Limits) -> ServerEvent:
-    """Decode what a server said. Raises as `decode_node_event`."""
-
-    def convert(message: Any) -> ServerEvent:
-        match message.WhichOneof("kind"):
-            case "ready":
-                return Ready()
-            case "answer":
                 answer = message.answer
-                return BlockAnswer(answer.request_id, answer.rows, answer.compute_seconds, _first_event(answer))
-            case "chunk":
-                return _chunk_event(message.chunk)
-            case "failure":
-                return Failure(FailureCode(message.failure.code))
-            case kind:
-                raise LocalProtocolError(f"message of unknown kind {kind}")
+                answer.request_id, answer.rows, answer.compute_seconds = event.request_id, event.rows, event.compute_s
+                payload = _fill(answer.first, event.first) if event.first is not None else NO_PAYLOAD
+            case Chunk():
+                payload = _fill(message.chunk, event)
+            case Ready():
+                message.ready.SetInParent()
+                payload = NO_PAYLOAD
+            case Failure():
+                message.failure.code = number(event.code)
+                payload = NO_PAYLOAD
+            case _:
+                raise _stray(event)
+        return message.SerializeToString(), payload
+    except (ValueError, TypeError, EncodeError) as error:
+        raise _unencodable(error) from None
 
-    return decode(pb.ServerMessage(), data, limits, convert)
+
+def decode_server_event(envelope: bytes, payload: bytes) -> ServerEvent:
+    """Decode what a server said. Raises as `decode_node_event`."""
+    return parse(pb.ServerMessage(), envelope, lambda message: _server_event(message, payload))
+
+
+def _server_event(message: Any, payload: bytes) -> ServerEvent:
+    match message.WhichOneof("kind"):
+        case "answer":
+            answer = message.answer
+            first = _first_event(answer, payload)
+            return BlockAnswer(answer.request_id, answer.rows, answer.compute_seconds, first)
+        case "chunk":
+            return _chunk_event(message.chunk, payload)
+        case "ready":
+            _refuse_payload(payload)
+            return Ready()
+        case "failure":
+            _refuse_payload(payload)
+            return Failure(FailureCode(message.failure.code))
+        case kind:
+            raise LocalProtocolError(f"message of unknown kind {kind}")
 
 
 def encode(convert: Callable[[], Any], limits: Limits) -> bytes:
@@ -150,10 +145,10 @@ def encode(convert: Callable[[], Any], limits: Limits) -> bytes:
     try:
         message = convert()
         if message is None:
-            raise LocalProtocolError("this event does not travel in this direction")
+            raise _stray(message)
         data: bytes = message.SerializeToString()
     except (ValueError, TypeError, EncodeError) as error:
-        raise LocalProtocolError(f"event cannot be encoded: {error}") from None
+        raise _unencodable(error) from None
     if len(data) > limits.message_bytes:
         raise LocalProtocolError(f"message of {len(data)} bytes, at most {limits.message_bytes} are allowed")
     return data
@@ -163,6 +158,11 @@ def decode(message: Any, data: bytes, limits: Limits, convert: Callable[[Any], T
     """Parse into an empty message and convert; whatever goes wrong is a RemoteProtocolError."""
     if len(data) > limits.message_bytes:
         raise RemoteProtocolError(f"message of {len(data)} bytes, at most {limits.message_bytes} are allowed")
+    return parse(message, data, convert)
+
+
+def parse(message: Any, data: bytes, convert: Callable[[Any], T]) -> T:
+    """As `decode`, of data whose size is bounded already."""
     try:
         message.ParseFromString(data)
         return convert(message)
@@ -170,20 +170,47 @@ def decode(message: Any, data: bytes, limits: Limits, convert: Callable[[Any], T
         raise RemoteProtocolError(f"malformed {type(message).__name__}: {error}") from None
 
 
+def _mode(value: int) -> Mode:
+    mode = _MODES.get(value)
+    if mode is None:
+        raise LocalProtocolError(f"unknown mode {value}")
+    return mode
+
+
 def number(member: enum.Enum) -> Any:
     """The value of an enum on the wire; Any because generated stubs want a type of theirs."""
     return member.value
 
 
-def _fill(message: Any, chunk: Chunk) -> None:
-    """Write a chunk in place: protobuf copies a message that is made first and then put into another."""
+def _stray(event: object) -> LocalProtocolError:
+    return LocalProtocolError(f"{type(event).__name__} does not travel in this direction")
+
+
+def _unencodable(error: Exception) -> LocalProtocolError:
+    return LocalProtocolError(f"event cannot be encoded: {error}")
+
+
+def _fill(message: Any, chunk: Chunk) -> bytes:
+    """Announce a chunk in place, where protobuf need not copy it; return its bytes."""
+    if not chunk.data:
+        raise LocalProtocolError(f"a chunk of request {chunk.request_id} has no bytes")
     message.request_id, message.first_row, message.rows = chunk.request_id, chunk.first_row, chunk.rows
-    message.data = chunk.data
+    return chunk.data
 
 
-def _first_event(announcement: Any) -> Chunk | None:
-    return _chunk_event(announcement.first) if announcement.HasField("first") else None
+def _first_event(announcement: Any, payload: bytes) -> Chunk | None:
+    if announcement.HasField("first"):
+        return _chunk_event(announcement.first, payload)
+    _refuse_payload(payload)
+    return None
 
 
-def _chunk_event(message: Any) -> Chunk:
-    return Chunk(message.request_id, message.first_row, message.rows, message.data)
+def _chunk_event(message: Any, payload: bytes) -> Chunk:
+    if not payload:
+        raise LocalProtocolError(f"a chunk of request {message.request_id} has no bytes")
+    return Chunk(message.request_id, message.first_row, message.rows, payload)
+
+
+def _refuse_payload(payload: bytes) -> None:
+    if payload:
+        raise LocalProtocolError(f"{len(payload)} bytes travel beside a message without a chunk")

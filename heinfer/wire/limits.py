@@ -1,7 +1,7 @@
 """What either side is willing to receive.
 
 At the defaults one session may hold 8 requests open at a time. Nothing is buffered below the level of a chunk, so
-the protocol itself needs about `message_bytes` a stream; what a request may pile up is for its owner to bound.
+the protocol itself needs about `chunk_bytes` a session; what a request may pile up is for its owner to bound.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from heinfer.errors import ParameterError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
-#: Room in a message for everything but the bytes of its chunk: ids, counters, tags. 160 bytes would do.
+#: Room for everything but the bytes of a chunk: ids, counters, tags. Envelopes of frames are at most this; 160 bytes
+#: would do.
 ENVELOPE_BYTES = KIB
 
 
@@ -23,14 +24,16 @@ class Limits:
 
     Attributes:
         chunk_bytes: payload bytes in one chunk.
-        message_bytes: bytes of one encoded message; gRPC refuses larger ones before they are decoded.
+        message_bytes: bytes of one encoded message to or from a client; gRPC refuses larger ones before they are
+            decoded.
         max_rows: rows of one request or answer: ciphertexts, or groups of 32 residues in prepared mode.
         max_samples: samples of one request; in standard mode never more than the degree N in any case.
         max_request_bytes: payload bytes of one request, one answer, or all tensors of one query or result.
         max_open_requests: requests of one session that are announced and not yet answered in full.
         max_tensors: tensors of one query, result or description.
         idle_s: seconds of silence on a connection after which its peer is probed.
-        reply_s: seconds that a node waits for the next message of an answer.
+        reply_s: seconds that a node waits for the next message of an answer, and that either side waits for the rest
+            of a message that has begun, or for a peer that does not read.
     """
 
     chunk_bytes: int = MIB

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from heinfer.errors import LocalProtocolError, RemoteProtocolError
 
-#: 2: the first chunk may travel inside its announcement, which version 1 would not see.
+#: 2: the first chunk may travel inside its announcement, which version 1 would not see, and bytes beside protobuf.
 PROTOCOL_VERSION = 2
 PLAN_HASH_BYTES = 32  # SHA-256
 SESSION_BYTES = 16
@@ -23,10 +23,14 @@ class Mode(enum.Enum):
     """How the ciphertexts of a request are made, and so what a row is; values as on the wire.
 
     STANDARD: both parts travel, a row is one ciphertext. PREPARED: b alone travels, a row is a group of 32 residues.
+    BATCH: b alone travels, a row is one ciphertext's.
     """
 
     STANDARD = 1
     PREPARED = 2
+    BATCH = 3
+
+    __hash__ = object.__hash__  # that of an Enum is in Python and slow
 
 
 class FailureCode(enum.Enum):
@@ -55,16 +59,25 @@ def failure_code(error: Exception) -> FailureCode:
     return error.code if isinstance(error, RefusedError) else FailureCode.FAILED
 
 
+def out_of_range(name: str, value: int, low: int, high: int) -> LocalProtocolError:
+    """The error for a value that is not in [low, high]."""
+    return LocalProtocolError(f"{name} must be in [{low}, {high}], got {value}")
+
+
 def check_range(name: str, value: int, low: int, high: int) -> None:
     """Raise LocalProtocolError unless low <= value <= high."""
     if not low <= value <= high:
-        raise LocalProtocolError(f"{name} must be in [{low}, {high}], got {value}")
+        raise out_of_range(name, value, low, high)
+
+
+#: Bounds of the integers on the wire, for the first look of a constructor: `check_uint` says what is wrong.
+_UINT32, _UINT64 = 2**32, 2**64
 
 
 def check_uint(name: str, value: int, bits: int, low: int = 0) -> None:
     """Raise LocalProtocolError unless low <= value < 2**bits."""
     if not low <= value < 1 << bits:
-        raise LocalProtocolError(f"{name} must be in [{low}, {2**bits - 1}], got {value}")
+        raise out_of_range(name, value, low, 2**bits - 1)
 
 
 def check_size(name: str, value: bytes, size: int) -> None:
@@ -100,7 +113,7 @@ class BlockRequest:
         session: as in Hello.
         plan_hash: as in Hello.
         block: index into the plan's blocks.
-        request_id: larger than those before it in this stream, at least 1.
+        request_id: larger than those before it in this session, at least 1.
         samples: inputs that it carries.
         rows: how many of them it has; `BlockShape.rows_up` says how many must be.
         attempt: 0, then 1, 2, ... each time the same bytes are sent again.
@@ -121,12 +134,20 @@ class BlockRequest:
     def __post_init__(self) -> None:
         check_size("session", self.session, SESSION_BYTES)
         check_size("plan_hash", self.plan_hash, PLAN_HASH_BYTES)
-        check_uint("block", self.block, 32)
-        check_uint("request_id", self.request_id, 64, low=1)
-        check_uint("samples", self.samples, 32, low=1)
-        check_uint("rows", self.rows, 64, low=1)
-        check_uint("attempt", self.attempt, 32)
-        _check_first(self.request_id, self.first)
+        if not (
+            0 <= self.block < _UINT32
+            and 0 < self.request_id < _UINT64
+            and 0 < self.samples < _UINT32
+            and 0 < self.rows < _UINT64
+            and 0 <= self.attempt < _UINT32
+        ):
+            check_uint("block", self.block, 32)
+            check_uint("request_id", self.request_id, 64, low=1)
+            check_uint("samples", self.samples, 32, low=1)
+            check_uint("rows", self.rows, 64, low=1)
+            check_uint("attempt", self.attempt, 32)
+        if self.first is not None:
+            _check_first(self.request_id, self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +160,10 @@ class Chunk:
     data: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        check_uint("request_id", self.request_id, 64, low=1)
-        check_uint("first_row", self.first_row, 64)
-        check_uint("rows", self.rows, 32, low=1)
+        if not (0 < self.request_id < _UINT64 and 0 <= self.first_row < _UINT64 and 0 < self.rows < _UINT32):
+            check_uint("request_id", self.request_id, 64, low=1)
+            check_uint("first_row", self.first_row, 64)
+            check_uint("rows", self.rows, 32, low=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +183,17 @@ class BlockAnswer:
     first: Chunk | None = None
 
     def __post_init__(self) -> None:
-        check_uint("request_id", self.request_id, 64, low=1)
-        check_uint("rows", self.rows, 64, low=1)
+        if not (0 < self.request_id < _UINT64 and 0 < self.rows < _UINT64):
+            check_uint("request_id", self.request_id, 64, low=1)
+            check_uint("rows", self.rows, 64, low=1)
         if not (math.isfinite(self.compute_s) and self.compute_s >= 0):
             raise LocalProtocolError(f"compute_s must be finite and not negative, got {self.compute_s}")
-        _check_first(self.request_id, self.first)
+        if self.first is not None:
+            _check_first(self.request_id, self.first)
 
 
-def _check_first(request_id: int, first: Chunk | None) -> None:
-    if first is not None and first.request_id != request_id:
+def _check_first(request_id: int, first: Chunk) -> None:
+    if first.request_id != request_id:
         raise LocalProtocolError(f"request {request_id} carries a chunk of request {first.request_id}")
 
 
@@ -182,7 +206,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The sender's half of the stream is over. Nothing on the wire: gRPC says it by closing."""
+    """The sender's half of the stream is over. Nothing on the wire: TCP says it by closing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,12 +80,21 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class QueryHeader:
-    """Announces a query; the chunks of its tensors follow. `trace_samples` also run in the clear, for the report."""
+    """Announces a query; the chunks of its tensors follow, the first perhaps inside: a small query is one message.
+
+    Attributes:
+        request_id: chosen by the client.
+        tensors: what follows.
+        want_statistics: whether the result shall end with `Statistics`.
+        trace_samples: leading samples whose values around every block come back too, for the report.
+        first: the same as a chunk that follows at once.
+    """
 
     request_id: int
     tensors: tuple[TensorSpec, ...]
     want_statistics: bool = False
     trace_samples: int = 0
+    first: TensorChunk | None = None
 
     def __post_init__(self) -> None:
         check_uint("request_id", self.request_id, 64)
@@ -94,10 +103,11 @@ class QueryHeader:
 
 @dataclass(frozen=True, slots=True)
 class ResultHeader:
-    """Announces a result; the chunks of its tensors follow."""
+    """Announces a result; the chunks of its tensors follow, the first perhaps inside."""
 
     request_id: int
     tensors: tuple[TensorSpec, ...]
+    first: TensorChunk | None = None
 
     def __post_init__(self) -> None:
         check_uint("request_id", self.request_id, 64)

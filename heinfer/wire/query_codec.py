@@ -40,6 +40,7 @@ def encode_query_event(event: QueryEvent, limits: Limits) -> bytes:
                         tensors=_spec_messages(event.tensors),
                         want_statistics=event.want_statistics,
                         trace_samples=event.trace_samples,
+                        first=_first_message(event.first),
                     )
                 )
             case TensorChunk():
@@ -57,7 +58,8 @@ def decode_query_event(data: bytes, limits: Limits) -> QueryEvent:
                 header = message.header
                 specs = _spec_events(header.tensors)
                 check_tensors(specs, limits)
-                return QueryHeader(header.request_id, specs, header.want_statistics, header.trace_samples)
+                first = _first_event(header)
+                return QueryHeader(header.request_id, specs, header.want_statistics, header.trace_samples, first)
             case "chunk":
                 return _tensor_chunk_event(message.chunk)
             case kind:
@@ -74,7 +76,11 @@ def encode_result_event(event: ResultEvent, limits: Limits) -> bytes:
             case ResultHeader():
                 check_tensors(event.tensors, limits)
                 return pb.ResultMessage(
-                    header=pb.ResultHeader(request_id=event.request_id, tensors=_spec_messages(event.tensors))
+                    header=pb.ResultHeader(
+                        request_id=event.request_id,
+                        tensors=_spec_messages(event.tensors),
+                        first=_first_message(event.first),
+                    )
                 )
             case TensorChunk():
                 return pb.ResultMessage(chunk=_tensor_chunk_message(event))
@@ -94,7 +100,7 @@ def decode_result_event(data: bytes, limits: Limits) -> ResultEvent:
             case "header":
                 specs = _spec_events(message.header.tensors)
                 check_tensors(specs, limits)
-                return ResultHeader(message.header.request_id, specs)
+                return ResultHeader(message.header.request_id, specs, _first_event(message.header))
             case "chunk":
                 return _tensor_chunk_event(message.chunk)
             case "statistics":
@@ -146,6 +152,14 @@ def decode_description(data: bytes, limits: Limits) -> Description:
 
 def _tensor_chunk_message(chunk: TensorChunk) -> Any:
     return pb.TensorChunk(tensor=chunk.tensor, offset=chunk.offset, data=chunk.data)
+
+
+def _first_message(chunk: TensorChunk | None) -> Any:
+    return None if chunk is None else _tensor_chunk_message(chunk)
+
+
+def _first_event(header: Any) -> TensorChunk | None:
+    return _tensor_chunk_event(header.first) if header.HasField("first") else None
 
 
 def _tensor_chunk_event(message: Any) -> TensorChunk:

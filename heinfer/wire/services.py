@@ -1,7 +1,6 @@
-"""The two services as iterators of events: nothing above this module sees protobuf or gRPC.
+"""The node's service to its clients as iterators of events: nothing above this module sees protobuf or gRPC.
 
-A handler that raises never leaks its message to an untrusted peer: an `Evaluator` says one of its fixed codes. Log
-lines hold the kind of an error and no more, since messages may quote data.
+Log lines hold the kind of an error and no more, since messages may quote data.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from heinfer.errors import HeinferError, InputError, IntegrityError, ProtocolError, RemoteProtocolError
-from heinfer.wire import codec, query_codec
+from heinfer.wire import query_codec
 from heinfer.wire.limits import Limits
-from heinfer.wire.messages import End, Failure, FailureCode, NodeEvent, RefusedError, ServerEvent, failure_code
+from heinfer.wire.messages import FailureCode, RefusedError
 from heinfer.wire.proto import heinfer_pb2 as pb
 from heinfer.wire.queries import (
     MAX_REASON_CHARACTERS,
@@ -31,9 +30,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 S = TypeVar("S")
 
-EVALUATOR, NODE = (pb.DESCRIPTOR.services_by_name[name].full_name for name in ("Evaluator", "Node"))
+NODE = pb.DESCRIPTOR.services_by_name["Node"].full_name
 
-SessionHandler = Callable[[Iterator[NodeEvent]], Iterator[ServerEvent | End]]
 QueryHandler = Callable[[Iterator[QueryEvent]], Iterator[ResultEvent]]
 
 
@@ -65,11 +63,6 @@ class EventStream(Generic[T]):
             self.cancel()
             raise
 
-    def notify(self, ended: Callable[[], None]) -> None:
-        """Call back, from some thread, once the call is over, whoever ended it."""
-        if not self._call.add_callback(ended):
-            ended()
-
     def cancel(self) -> None:
         """Give the call up. Iterating, in whatever thread, then raises RemoteProtocolError."""
         self._call.cancel()
@@ -82,30 +75,17 @@ class EventStream(Generic[T]):
             raise
 
 
-def call_session(
-    channel: Any, events: Iterable[NodeEvent | End], limits: Limits, timeout_s: float | None = None
-) -> EventStream[ServerEvent]:
-    """Open an Evaluator.Session.
-
-    Args:
-        channel: from `open_channel`.
-        events: what to send; consumed in a thread of gRPC's. `End`, or their end, ends our half of the stream.
-        limits: bounds of both directions.
-        timeout_s: seconds for the whole session; None for no end.
-    """
-    method = channel.stream_stream(f"/{EVALUATOR}/Session")
-    return EventStream(
-        method,
-        (codec.encode_node_event(event, limits) for event in _until_end(events)),
-        timeout_s,
-        lambda data: codec.decode_server_event(data, limits),
-    )
-
-
 def call_infer(
     channel: Any, events: Iterable[QueryEvent], limits: Limits, timeout_s: float | None = None
 ) -> EventStream[ResultEvent]:
-    """Send a query to a node; arguments as in `call_session`."""
+    """Send a query to a node.
+
+    Args:
+        channel: from `open_channel`.
+        events: what to send; consumed in a thread of gRPC's.
+        limits: bounds of both directions.
+        timeout_s: seconds for the whole query; None for no end.
+    """
     method = channel.stream_stream(f"/{NODE}/Infer")
     return EventStream(
         method,
@@ -127,32 +107,6 @@ def call_describe(channel: Any, limits: Limits, timeout_s: float | None = None) 
     except grpc.RpcError as error:
         raise _translate(error) from None
     return query_codec.decode_description(data, limits)
-
-
-def add_evaluator(server: Any, handler: SessionHandler, limits: Limits) -> None:
-    """Serve Evaluator.Session.
-
-    Args:
-        server: from `make_server`.
-        handler: called once a stream, in a worker thread, with the node's events, which end where the node's half
-            does. What it yields is sent; `End`, or its return, ends the stream. The node's events raise
-            RemoteProtocolError for a message that is no event and for a node that went away, though gRPC may show a
-            cancelled call as a plain end (then `ServerSession.receive(End())` finds what is missing). What the
-            handler raises ends the stream with `Failure(failure_code(error))`.
-        limits: bounds of both directions.
-    """
-
-    def session(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        events = _decoded(requests, lambda data: codec.decode_node_event(data, limits))
-        try:
-            for event in _until_end(handler(events)):
-                yield codec.encode_server_event(event, limits)
-        except Exception as error:
-            logger.warning("session ended by %s", type(error).__name__)
-            yield codec.encode_server_event(Failure(failure_code(error)), limits)
-
-    handlers: dict[str, Any] = {"Session": grpc.stream_stream_rpc_method_handler(session)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(EVALUATOR, handlers),))
 
 
 def add_node(server: Any, describe: Callable[[], Description], handler: QueryHandler, limits: Limits) -> None:
@@ -207,13 +161,6 @@ def query_failure(error: Exception) -> QueryFailure:
             code = QueryFailureCode.FAILED
     text = str(error) if isinstance(error, HeinferError) else "internal error, see the node's log"
     return QueryFailure(code, text.encode("utf-8", "replace").decode()[:MAX_REASON_CHARACTERS])
-
-
-def _until_end(events: Iterable[Any]) -> Iterator[Any]:
-    for event in events:
-        if isinstance(event, End):
-            return
-        yield event
 
 
 def _decoded(requests: Iterator[bytes], decode: Callable[[bytes], S]) -> Iterator[S]:

@@ -1,4 +1,4 @@
-"""Both ends of an Evaluator.Session as state machines without input or output, after h11.
+"""Both ends of a session as state machines without input or output, after h11.
 
 `send` checks what we are about to say and `receive` what the peer said. A breach of the rules by our side is a
 `LocalProtocolError`, a bug here; one by the peer is a `RemoteProtocolError`. After either the session is broken: a
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from heinfer.errors import LocalProtocolError, ParameterError, ProtocolError, RemoteProtocolError
@@ -34,9 +33,9 @@ from heinfer.wire.messages import (
     RefusedError,
     ServerEvent,
     UploadComplete,
-    check_range,
+    out_of_range,
 )
-from heinfer.wire.transfers import BlockShape, Role, Stage, Transfer, iterate_row_chunks
+from heinfer.wire.transfers import BlockShape, Role, Sizes, Stage, Transfer, iterate_row_chunks
 
 
 class State(enum.Enum):
@@ -92,6 +91,7 @@ class _Session:
         self._hello: Hello | None = None
         self._open: dict[int, Transfer] = {}
         self._last_id = 0
+        self._sizes: dict[tuple[int, Mode], Sizes] = {}
         for index, shape in enumerate(self._blocks):
             # A row of standard mode; those of prepared mode are shorter than any.
             largest = shape.row_bytes(Mode.STANDARD, shape.max_samples(Mode.STANDARD, limits.max_samples))
@@ -160,7 +160,9 @@ class _Session:
         try:
             for part in _parts(event):
                 complete = self._apply(self.peer, part)
-                received += [part] if complete is None else [part, complete]
+                received.append(part)
+                if complete is not None:
+                    received.append(complete)
         except RefusedError:
             self._state = State.BROKEN
             raise
@@ -177,12 +179,12 @@ class _Session:
             raise LocalProtocolError(f"{type(event).__name__} is not allowed in a session that is {self._state.value}")
         complete = None
         match event:
-            case Hello():
-                self._greet(event)
-            case BlockRequest():
-                self._open_request(event)
             case Chunk() | BlockAnswer():
                 complete = self._advance(sender, event)
+            case BlockRequest():
+                self._open_request(event)
+            case Hello():
+                self._greet(event)
             case End():
                 self._check_end(sender)
             case Failure():
@@ -213,34 +215,48 @@ class _Session:
         self._check_plan(request.plan_hash)
         if request.request_id <= self._last_id:
             raise LocalProtocolError(f"request ids must grow, got {request.request_id} after {self._last_id}")
-        if not self.has_room:
+        if len(self._open) >= limits.max_open_requests:
             raise RefusedError(FailureCode.BUSY, f"{len(self._open)} requests are open, which is the limit")
-        where = f"request {request.request_id}"
         mode, samples = request.mode, request.samples
-        shape = self._shape(request.block, mode)
-        check_range(f"{where}: samples", samples, 1, shape.max_samples(mode, limits.max_samples))
-        up, down = shape.rows_up(mode, samples), shape.rows_down(mode, samples)
-        check_range(f"{where}: rows by the plan", request.rows, up, up)
-        check_range(f"{where}: rows", max(up, down), 1, limits.max_rows)
-        transfer = Transfer(request, shape)
-        check_range(f"{where}: bytes", max(up, down) * transfer.row_bytes, 1, limits.max_request_bytes)
+        sizes = self._sizes_of(request.block, mode, samples)
+        most = min(limits.max_samples, sizes.max_samples)
+        if not 1 <= samples <= most:
+            raise out_of_range(f"request {request.request_id}: samples", samples, 1, most)
+        rows, up = max(sizes.rows_up, sizes.rows_down), sizes.rows_up
+        if request.rows != up:
+            raise out_of_range(f"request {request.request_id}: rows by the plan", request.rows, up, up)
+        if not 1 <= rows <= limits.max_rows:
+            raise out_of_range(f"request {request.request_id}: rows", rows, 1, limits.max_rows)
+        if rows * sizes.row_bytes > limits.max_request_bytes:
+            size = rows * sizes.row_bytes
+            raise out_of_range(f"request {request.request_id}: bytes", size, 1, limits.max_request_bytes)
         self._last_id = request.request_id
-        self._open[request.request_id] = transfer
+        self._open[request.request_id] = Transfer(request, sizes)
 
     def _shape(self, block: int, mode: Mode) -> BlockShape:
-        check_range("block", block, 0, len(self._blocks) - 1)
-        if not self._blocks[block].supports(mode):
+        if not 0 <= block < len(self._blocks):
+            raise out_of_range("block", block, 0, len(self._blocks) - 1)
+        shape = self._blocks[block]
+        if not shape.supports(mode):
             raise LocalProtocolError(f"block {block} has no {mode.name.lower()} form in this plan")
-        return self._blocks[block]
+        return shape
+
+    def _sizes_of(self, block: int, mode: Mode, samples: int) -> Sizes:
+        """What the plan says about a request; that of the last one for each block is kept."""
+        sizes = self._sizes.get((block, mode))
+        if sizes is None or sizes.samples != samples:
+            sizes = self._sizes[block, mode] = self._shape(block, mode).sizes(mode, samples)
+        return sizes
 
     def _advance(self, sender: Role, event: Chunk | BlockAnswer) -> UploadComplete | AnswerComplete | None:
-        transfer = self._transfer(event.request_id)
-        if isinstance(event, Chunk):
-            check_range(f"chunk of request {event.request_id}: bytes", len(event.data), 1, self._limits.chunk_bytes)
-        transfer.advance(sender, event)
-        if transfer.stage is Stage.UPLOADED:
+        transfer = self._open.get(event.request_id) or self._transfer(event.request_id)
+        if isinstance(event, Chunk) and not 1 <= len(event.data) <= self._limits.chunk_bytes:
+            what = f"chunk of request {event.request_id}: bytes"
+            raise out_of_range(what, len(event.data), 1, self._limits.chunk_bytes)
+        stage = transfer.advance(sender, event)
+        if stage is Stage.UPLOADED:
             return UploadComplete(transfer.request)
-        if transfer.stage is Stage.ANSWERED:
+        if stage is Stage.ANSWERED:
             del self._open[event.request_id]
             return AnswerComplete(transfer.request)
         return None
@@ -302,7 +318,7 @@ class NodeSession(_Session):
         Raises:
             LocalProtocolError: as `send`; among the reasons that too many requests are open.
         """
-        rows = self._shape(block, mode).rows_up(mode, samples)
+        rows = self._sizes_of(block, mode, samples).rows_up
         return self.send(
             BlockRequest(self._session, self._plan_hash, block, self.next_id, samples, rows, attempt, mode, first)
         )
@@ -330,12 +346,10 @@ class NodeSession(_Session):
         Raises:
             LocalProtocolError: as `send`; among the reasons that rows are missing.
         """
-        shape = self._shape(block, mode)
-        row, size = shape.row_bytes(mode, samples), memoryview(rows).nbytes
-        if size != shape.rows_up(mode, samples) * row:
-            raise LocalProtocolError(
-                f"block {block}: {shape.rows_up(mode, samples)} rows of {row} bytes expected, got {size} bytes"
-            )
+        sizes = self._sizes_of(block, mode, samples)
+        row, size = sizes.row_bytes, memoryview(rows).nbytes
+        if size != sizes.rows_up * row:
+            raise LocalProtocolError(f"block {block}: {sizes.rows_up} rows of {row} bytes expected, got {size} bytes")
         chunks = iterate_row_chunks(self.next_id, rows, row, self._limits.chunk_bytes)
         yield self.open_request(block, samples, mode, attempt, next(chunks, None))
         for chunk in chunks:
@@ -381,6 +395,12 @@ class ServerSession(_Session):
 
 def _parts(event: Event) -> tuple[Event, ...]:
     """The event, with what was inside it after it."""
-    if isinstance(event, (BlockRequest, BlockAnswer)) and event.first is not None:
-        return replace(event, first=None), event.first
+    # Not by `dataclasses.replace`, which takes longer than everything else here.
+    match event:
+        case BlockAnswer(first=Chunk() as first):
+            return BlockAnswer(event.request_id, event.rows, event.compute_s), first
+        case BlockRequest(first=Chunk() as first):
+            e = event
+            bare = BlockRequest(e.session, e.plan_hash, e.block, e.request_id, e.samples, e.rows, e.attempt, e.mode)
+            return bare, first
     return (event,)

@@ -169,6 +169,8 @@ def read_query(events: Iterable[QueryEvent], limits: Limits) -> tuple[QueryHeade
         raise _bad_query(f"a query must begin with its header, got {type(header).__name__}")
     try:
         assembler = TensorAssembler(header.tensors, limits)
+        if header.first is not None:
+            assembler.add(header.first)
         while not assembler.complete:
             chunk = next(stream, None)
             if not isinstance(chunk, TensorChunk):
@@ -199,6 +201,8 @@ def read_result(
                 raise QueryFailedError(event.code, event.message)
             case ResultHeader() if header is None:
                 header, assembler = event, TensorAssembler(event.tensors, limits)
+                if event.first is not None:
+                    assembler.add(event.first)
             case TensorChunk() if header is not None:
                 assembler.add(event)
             case Statistics() if header is not None and assembler.complete and statistics is None:

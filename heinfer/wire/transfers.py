@@ -3,7 +3,7 @@
 In standard mode a row is one ciphertext: b, of which only the first `samples` residues carry values, and a, all N.
 At N = 2048 and 100 samples a row is 800 + 12800 = 13600 bytes.
 In prepared mode only b travels, every sample packed by itself, and a row is one group of 32 residues, 200 bytes. A
-sample of 3 * 32 * 32 = 3072 values is 96 rows; one of 10 values, a row.
+sample of 3 * 32 * 32 = 3072 values is 96 rows; one of 10 values, a row. In a batch a row is b of one ciphertext.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from heinfer.errors import LocalProtocolError, ParameterError
 from heinfer.ring.packing import GROUP_RESIDUES, packed_bytes
-from heinfer.wire.messages import BlockAnswer, BlockRequest, Chunk, Mode, check_range
+from heinfer.wire.messages import BlockAnswer, BlockRequest, Chunk, Mode
 
 #: Bytes of a row in prepared mode.
 GROUP_BYTES = packed_bytes(GROUP_RESIDUES)
 
 
 class Role(enum.Enum):
-    """The two ends of an Evaluator.Session."""
+    """The two ends of a session."""
 
     NODE = "node"
     SERVER = "server"
@@ -55,23 +56,45 @@ class BlockShape:
 
     def supports(self, mode: Mode) -> bool:
         """Whether the block can be asked for in this mode."""
-        return mode is Mode.STANDARD or self.values_up > 0
+        return mode is not Mode.PREPARED or self.values_up > 0
 
     def max_samples(self, mode: Mode, limit: int) -> int:
         """The most samples of one request under a limit of `limit`."""
-        return min(self.degree, limit) if mode is Mode.STANDARD else limit
+        return min(self.degree, limit) if mode is not Mode.PREPARED else limit
 
     def rows_up(self, mode: Mode, samples: int) -> int:
         """Rows of a request with this many samples."""
-        return self.input_rows if mode is Mode.STANDARD else samples * _groups(self.values_up)
+        return self.input_rows if mode is not Mode.PREPARED else samples * _groups(self.values_up)
 
     def rows_down(self, mode: Mode, samples: int) -> int:
         """Rows of its answer."""
-        return self.output_rows if mode is Mode.STANDARD else samples * _groups(self.values_down)
+        return self.output_rows if mode is not Mode.PREPARED else samples * _groups(self.values_down)
 
     def row_bytes(self, mode: Mode, samples: int) -> int:
         """Bytes of each of these rows, both ways."""
-        return row_bytes(samples, self.degree) if mode is Mode.STANDARD else GROUP_BYTES
+        match mode:
+            case Mode.STANDARD:
+                return row_bytes(samples, self.degree)
+            case Mode.BATCH:
+                return packed_bytes(samples)
+            case Mode.PREPARED:
+                return GROUP_BYTES
+
+    def sizes(self, mode: Mode, samples: int) -> Sizes:
+        """All of these."""
+        up, down = self.rows_up(mode, samples), self.rows_down(mode, samples)
+        return Sizes(samples, up, down, self.row_bytes(mode, samples), self.max_samples(mode, samples))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the plan says about a request of that many samples; `max_samples` is less where it may not have so many."""
+
+    samples: int
+    rows_up: int
+    rows_down: int
+    row_bytes: int
+    max_samples: int
 
 
 def _groups(values: int) -> int:
@@ -113,16 +136,16 @@ class Transfer:
 
     __slots__ = ("_next_row", "_output_rows", "_rows", "request", "row_bytes", "stage")
 
-    def __init__(self, request: BlockRequest, shape: BlockShape) -> None:
+    def __init__(self, request: BlockRequest, sizes: Sizes) -> None:
         self.request = request
-        self.row_bytes = shape.row_bytes(request.mode, request.samples)
+        self.row_bytes = sizes.row_bytes
         self.stage = Stage.UPLOADING
-        self._rows = shape.rows_up(request.mode, request.samples)
-        self._output_rows = shape.rows_down(request.mode, request.samples)
+        self._rows = sizes.rows_up
+        self._output_rows = sizes.rows_down
         self._next_row = 0
 
-    def advance(self, sender: Role, event: Chunk | BlockAnswer) -> None:
-        """Take one event of this request.
+    def advance(self, sender: Role, event: Chunk | BlockAnswer) -> Stage:
+        """Take one event of this request; return where it then is.
 
         Raises:
             LocalProtocolError: it may not come now, or its counts are wrong; the state is as before.
@@ -144,16 +167,19 @@ class Transfer:
             self._check_chunk(event)
             self._next_row += event.rows
             self.stage = stages[self._next_row == self._rows]
+        return self.stage
 
     def _check_chunk(self, chunk: Chunk) -> None:
-        where = f"chunk of request {chunk.request_id}"
+        left = self._rows - self._next_row
         if chunk.first_row != self._next_row:
-            raise LocalProtocolError(f"{where}: expected row {self._next_row}, got row {chunk.first_row}")
-        check_range(f"{where}: rows", chunk.rows, 1, self._rows - self._next_row)
-        if len(chunk.data) != chunk.rows * self.row_bytes:
-            raise LocalProtocolError(
-                f"{where}: {chunk.rows} rows of {self.row_bytes} bytes expected, got {len(chunk.data)} bytes"
-            )
+            problem = f"expected row {self._next_row}, got row {chunk.first_row}"
+        elif not 1 <= chunk.rows <= left:
+            problem = f"rows must be in [1, {left}], got {chunk.rows}"
+        elif len(chunk.data) != chunk.rows * self.row_bytes:
+            problem = f"{chunk.rows} rows of {self.row_bytes} bytes expected, got {len(chunk.data)} bytes"
+        else:
+            return
+        raise LocalProtocolError(f"chunk of request {chunk.request_id}: {problem}")
 
 
 def iterate_row_chunks(request_id: int, data: bytes | memoryview, row_bytes: int, chunk_bytes: int) -> Iterator[Chunk]:
@@ -165,19 +191,20 @@ def iterate_row_chunks(request_id: int, data: bytes | memoryview, row_bytes: int
         row_bytes: bytes of one row.
         chunk_bytes: the most that a chunk may carry, at least one row.
 
+    Yields:
+        Chunks. Their data are views, not copies: for whoever sends them before the rows are changed.
+
     Raises:
         LocalProtocolError: data is no whole number of rows, or a row does not fit into a chunk.
     """
     view = memoryview(data).cast("B")
-    if len(view) % row_bytes:
+    total, rest = divmod(len(view), row_bytes)
+    if rest:
         raise LocalProtocolError(f"{len(view)} bytes are no whole number of rows of {row_bytes} bytes")
     step = chunk_bytes // row_bytes
     if step == 0:
         raise LocalProtocolError(f"a row of {row_bytes} bytes does not fit into a chunk of {chunk_bytes}")
-    total = len(view) // row_bytes
     for first in range(0, total, step):
         rows = min(step, total - first)
-        if rows == total and isinstance(data, bytes):  # one chunk: no copy
-            yield Chunk(request_id, 0, rows, data)
-        else:
-            yield Chunk(request_id, first, rows, bytes(view[first * row_bytes : (first + rows) * row_bytes]))
+        part = view[first * row_bytes : (first + rows) * row_bytes]
+        yield Chunk(request_id, first, rows, cast(bytes, part))

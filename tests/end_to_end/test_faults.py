@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -30,11 +31,15 @@ from heinfer.wire import (
     Limits,
     QueryFailureCode,
     Ready,
-    call_session,
-    open_channel,
+    ServerEvent,
     parse_address,
     row_bytes,
 )
+from heinfer.wire import (
+    connect as connect_to_server,
+)
+from heinfer.wire.codec import decode_server_event, encode_node_event
+from heinfer.wire.frames import MAGIC
 from heinfer.wire.query_codec import decode_result_event
 from partitioner import partition
 from tests.captured_traffic import flatten
@@ -248,6 +253,14 @@ def garbage() -> list[bytes]:
         generator.bytes(100_000),
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + generator.bytes(5000),
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff\xff\xff\x00\x00\x00\x00\x00\x01",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + generator.bytes(500),
+        b"heinfer\x01" + generator.bytes(100),
+        MAGIC[:5],
+        MAGIC,
+        MAGIC + b"\x20\x00\x00",
+        MAGIC + b"\xff" * 8 + generator.bytes(5000),
+        MAGIC + struct.pack("<II", 50, 2**20) + bytes(50_000),
+        MAGIC + generator.bytes(5000),
     ]
 
 
@@ -261,6 +274,31 @@ def throw_at(address: str, data: bytes) -> None:
             raw.recv(1000)
         except OSError:
             pass
+
+
+def send_raw(address: str, *pieces: bytes, pause_s: float = 0.0, half: bool = True) -> bytes:
+    """Send pieces to the server, close our half perhaps, and return all that it says until it closes its own."""
+    target = parse_address(address)
+    said = b""
+    with socket.create_connection((target.host, target.port), timeout=10) as raw:
+        for piece in pieces:
+            raw.sendall(piece)
+            time.sleep(pause_s)
+        if half:
+            raw.shutdown(socket.SHUT_WR)
+        while data := raw.recv(1 << 16):
+            said += data
+    return said
+
+
+def read_server_events(said: bytes) -> list[ServerEvent]:
+    events, position = [], 0
+    while position < len(said):
+        envelope_bytes, payload_bytes = struct.unpack_from("<II", said, position)
+        middle = position + 8 + envelope_bytes
+        position = middle + payload_bytes
+        events.append(decode_server_event(said[middle - envelope_bytes : middle], said[middle:position]))
+    return events
 
 
 def call(address: str, method: str, *payloads: bytes) -> list[bytes]:
@@ -293,9 +331,16 @@ def ask_server(address: str, folder: Path, change: object = None) -> list[object
     if change is not None:
         events = change(events)  # type: ignore[operator]
     said: list[object] = []
-    with open_channel(parse_address(address), Limits()) as channel:
-        for event in call_session(channel, events, Limits(), timeout_s=10):
-            said += flatten(event)
+    connection = connect_to_server(parse_address(address), Limits(reply_s=10))
+    try:
+        for event in events:
+            if not isinstance(event, End):
+                connection.send(*encode_node_event(event))
+        connection.end_output()
+        while (message := connection.receive()) is not None:
+            said += flatten(decode_server_event(*message))
+    finally:
+        connection.close()
     return said
 
 
@@ -310,17 +355,62 @@ def test_server_survives_raw_garbage(server_address: str, dense_bundle: Path) ->
     assert answers_properly(server_address, dense_bundle / "server")
 
 
-@pytest.mark.parametrize(
-    "payload", [b"", b"\xff" * 50, b"\x0a\x05abc", bytes(5 * 2**20)], ids=["empty", "noise", "truncated", "oversized"]
-)
-def test_server_survives_messages_that_are_none(server_address: str, dense_bundle: Path, payload: bytes) -> None:
-    from heinfer.wire.codec import decode_server_event
+NONE = {
+    "empty": struct.pack("<II", 0, 0),
+    "noise": struct.pack("<II", 50, 0) + b"\xff" * 50,
+    "truncated": struct.pack("<II", 5, 0) + b"\x0a\x05abc",
+    "payload alone": struct.pack("<II", 0, 9) + bytes(9),
+    "envelope too long": struct.pack("<II", 2000, 0) + bytes(2000),
+    "payload too long": struct.pack("<II", 0, 2**20 + 1) + bytes(2**20 + 1),
+    "both enormous": b"\xff" * 8,
+    "half a header": b"\x05\0\0",
+    "half an envelope": struct.pack("<II", 50, 0) + bytes(20),
+    "half a payload": struct.pack("<II", 0, 50) + bytes(20),
+}
 
-    said = call(server_address, "/heinfer.wire.Evaluator/Session", payload)
-    answers = [decode_server_event(data, Limits()) for data in said]
-    oversized = len(payload) > Limits().message_bytes  # gRPC refuses these unread
-    assert answers == ([] if oversized else [Failure(FailureCode.FAILED)])
+
+@pytest.mark.parametrize("frame", NONE.values(), ids=NONE)
+@pytest.mark.parametrize("pause_s", [0.0, 0.2])
+def test_server_survives_messages_that_are_none(
+    server_address: str, dense_bundle: Path, frame: bytes, pause_s: float
+) -> None:
+    said = send_raw(server_address, MAGIC, frame, pause_s=pause_s)
+    assert read_server_events(said) == [Failure(FailureCode.FAILED)]
     assert answers_properly(server_address, dense_bundle / "server")
+
+
+@pytest.mark.parametrize(
+    "beginning", [b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01", b"\0"]
+)
+def test_server_closes_other_protocols_without_a_word(
+    server_address: str, dense_bundle: Path, beginning: bytes
+) -> None:
+    started = time.monotonic()
+    try:
+        said = send_raw(server_address, beginning, half=False)
+    except ConnectionError:  # closed with our bytes unread
+        said = b""
+    assert said == b""
+    assert time.monotonic() - started < 2
+    assert answers_properly(server_address, dense_bundle / "server")
+
+
+def test_server_answers_a_peer_that_sends_slowly(server_address: str, dense_bundle: Path) -> None:
+    bundle = load_server(dense_bundle / "server")
+    envelope, _ = encode_node_event(Hello(bundle.plan_hash, bytes(16)))
+    data = MAGIC + struct.pack("<II", len(envelope), 0) + envelope
+    said = send_raw(server_address, *(data[i : i + 5] for i in range(0, len(data), 5)), pause_s=0.02)
+    assert read_server_events(said) == [Ready()]
+
+
+def test_server_serves_others_while_peers_are_silent(server_address: str, dense_bundle: Path) -> None:
+    target = parse_address(server_address)
+    silent = [socket.create_connection((target.host, target.port), timeout=5) for _ in range(10)]
+    for number, raw in enumerate(silent):
+        raw.sendall((MAGIC + struct.pack("<II", 50, 50) + bytes(20))[: 3 * number])
+    assert answers_properly(server_address, dense_bundle / "server")
+    for raw in silent:
+        raw.close()
 
 
 def _residues_beyond(events: list[object]) -> list[object]:

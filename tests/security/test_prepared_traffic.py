@@ -15,10 +15,10 @@ from onnx import helper
 
 from heinfer.plan import load_node, public_polynomials, read_plan
 from heinfer.ring import NOISE_LIMIT, RingParameters, pack, unpack
-from heinfer.wire import BlockRequest, Chunk, Hello, Limits, Mode, NodeEvent
+from heinfer.wire import BlockRequest, Chunk, Hello, Mode, NodeEvent
 from heinfer.wire.codec import decode_node_event
 from partitioner import partition
-from tests.captured_traffic import Proxy, flatten, messages, other_payloads, without_payload
+from tests.captured_traffic import Proxy, flatten, messages, without_payloads
 from tests.parties import WatchedPool, parties
 from tests.small_models import logarithm_model, save_model
 from trusted_node import preparation, prepared_uploads
@@ -189,10 +189,9 @@ def capture(bundle: Path, pool: WatchedPool, x: np.ndarray, fails: bool = False)
     with proxies[0] as proxy:
         (connection,) = proxy.connections
         up = bytes(connection.up)
-        found = messages(up)
-    said = [decode_node_event(message, Limits()) for message in found]
-    rest = b"".join([*other_payloads(up), *map(without_payload, found, said)])
-    return Capture(up, [part for event in said for part in flatten(event)], made, scales, rest)  # type: ignore[misc]
+    said = [decode_node_event(*message) for message in messages(up)]
+    events = [part for event in said for part in flatten(event)]
+    return Capture(up, events, made, scales, without_payloads(up))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +212,7 @@ def test_traffic_is_a_greeting_and_b_alone(captures: dict[str, Capture]) -> None
         for request in requests:
             sizes = [len(e.data) for e in found.events if isinstance(e, Chunk) and e.request_id == request.request_id]
             assert sum(sizes) == SAMPLES * row_bytes(VALUES[request.block])
-        # What is not payload: our own fields, frame headers, HTTP headers, pings, windows.
+        # What is not payload: the magic, lengths, envelopes.
         assert len(found.up) - len(found.payload) < 4096
 
 

@@ -15,10 +15,10 @@ import pytest
 
 from heinfer.plan import read_plan
 from heinfer.ring import RingParameters, packed_bytes, unpack
-from heinfer.wire import BlockRequest, Chunk, Hello, Limits, NodeEvent
+from heinfer.wire import BlockRequest, Chunk, Hello, NodeEvent
 from heinfer.wire.codec import decode_node_event
 from partitioner import partition
-from tests.captured_traffic import Proxy, flatten, messages, other_payloads, without_payload
+from tests.captured_traffic import Proxy, flatten, messages, without_payloads
 from tests.parties import WatchedPool, parties
 from tests.small_models import convolution_model
 from trusted_node.seal import SealContext
@@ -98,11 +98,9 @@ def capture(bundle: Path, pool: WatchedPool, x: np.ndarray) -> Capture:
     with proxies[0] as proxy:
         (connection,) = proxy.connections
         up = bytes(connection.up)
-        found = messages(up)
-    said = [decode_node_event(message, Limits()) for message in found]
-    rest = b"".join([*other_payloads(up), *map(without_payload, found, said)])
+    said = [decode_node_event(*message) for message in messages(up)]
     events = [part for event in said for part in flatten(event)]
-    return Capture(up, events, list(pool.secrets), list(pool.scales), rest, blocks)
+    return Capture(up, events, list(pool.secrets), list(pool.scales), without_payloads(up), blocks)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +116,7 @@ def test_traffic_is_a_greeting_and_the_uploads_and_nothing_else(captures: dict[s
     payload = sum(len(e.data) for e in usual.events if isinstance(e, Chunk))
     rows = 72 + 48
     assert payload == rows * (packed_bytes(SAMPLES) + packed_bytes(RING.degree))
-    # What is not payload: our own fields, frame headers, HTTP headers, pings, windows. Less than one in a hundred.
+    # What is not payload: the magic, lengths, envelopes. Less than one in a hundred.
     assert len(usual.up) - payload < payload / 100
 
 

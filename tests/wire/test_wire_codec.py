@@ -55,7 +55,7 @@ def unique(elements):
     return st.lists(elements, max_size=4, unique_by=lambda spec: spec.name).map(tuple)
 
 
-chunks = st.builds(Chunk, uints(64, 1), uints(64), uints(32, 1), st.binary(max_size=50))
+chunks = st.builds(Chunk, uints(64, 1), uints(64), uints(32, 1), st.binary(min_size=1, max_size=50))
 tensor_chunks = st.builds(TensorChunk, uints(32), uints(64), st.binary(min_size=1, max_size=50))
 
 
@@ -109,8 +109,11 @@ KINDS = sorted(EVENTS)
 
 
 def functions(kind):
-    module = codec if kind in ("node_event", "server_event") else query_codec
-    return getattr(module, f"encode_{kind}"), getattr(module, f"decode_{kind}")
+    """Encoder to (envelope, payload) and decoder from them; queries and results have no payload."""
+    if kind in ("node_event", "server_event"):
+        return getattr(codec, f"encode_{kind}"), getattr(codec, f"decode_{kind}")
+    encode, decode = getattr(query_codec, f"encode_{kind}"), getattr(query_codec, f"decode_{kind}")
+    return lambda event: (encode(event, LIMITS), b""), lambda envelope, payload: decode(envelope, LIMITS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,37 +121,39 @@ def functions(kind):
 def test_round_trip(kind, data):
     encode, decode = functions(kind)
     event = data.draw(EVENTS[kind])
-    assert decode(encode(event, LIMITS), LIMITS) == event
+    assert decode(*encode(event)) == event
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 def test_any_bytes_decode_or_raise_remote_protocol_error(kind, data):
     encode, decode = functions(kind)
-    encoded = bytearray(encode(data.draw(EVENTS[kind]), LIMITS))
+    envelope, payload = encode(data.draw(EVENTS[kind]))
+    encoded = bytearray(envelope)
     for position, value in data.draw(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=4)):
         if position < len(encoded):
             encoded[position] = value
     garbage = data.draw(st.sampled_from([bytes(encoded), b""])) + data.draw(st.binary(max_size=40))
     try:
-        event = decode(garbage, LIMITS)
+        event = decode(garbage, data.draw(st.just(payload) | st.binary(max_size=9)))
     except RemoteProtocolError:
         return
-    assert decode(encode(event, LIMITS), LIMITS) == event
+    assert decode(*encode(event)) == event
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_message_is_refused(kind):
     with pytest.raises(RemoteProtocolError):
-        functions(kind)[1](b"", LIMITS)
+        functions(kind)[1](b"", b"")
 
 
 def test_every_truncation_is_refused():
     request = BlockRequest(SESSION, HASH, 1, 2, 3, 4, 5, Mode.PREPARED, Chunk(2, 0, 1, b"abc"))
-    whole = codec.encode_node_event(request, LIMITS)
+    whole, payload = codec.encode_node_event(request)
+    assert payload == b"abc"
     for size in range(len(whole)):
         with pytest.raises(RemoteProtocolError):
-            codec.decode_node_event(whole[:size], LIMITS)
+            codec.decode_node_event(whole[:size], payload)
 
 
 def _request(**changes):
@@ -172,15 +177,15 @@ HOSTILE = {
     "no samples": ("node_event", _request(samples=0)),
     "no rows": ("node_event", _request(rows=0)),
     "id zero": ("node_event", _request(request_id=0)),
-    "first chunk of another request": ("node_event", _request(first=pb.Chunk(request_id=2, rows=1, data=b"x"))),
-    "first chunk without id": ("node_event", _request(first=pb.Chunk(rows=1, data=b"x"))),
-    "first chunk without rows": ("node_event", _request(first=pb.Chunk(request_id=1, data=b"x"))),
+    "first chunk of another request": ("node_event", _request(first=pb.Chunk(request_id=2, rows=1))),
+    "first chunk without id": ("node_event", _request(first=pb.Chunk(rows=1))),
+    "first chunk without rows": ("node_event", _request(first=pb.Chunk(request_id=1))),
     "first chunk empty": ("node_event", _request(first=pb.Chunk())),
     "first chunk of another answer": (
         "server_event",
         pb.ServerMessage(answer=pb.BlockAnswer(request_id=1, rows=1, first=pb.Chunk(request_id=2, rows=1))),
     ),
-    "chunk without rows": ("node_event", pb.NodeMessage(chunk=pb.Chunk(request_id=1, data=b"x"))),
+    "chunk without rows": ("node_event", pb.NodeMessage(chunk=pb.Chunk(request_id=1))),
     "time nan": (
         "server_event",
         pb.ServerMessage(answer=pb.BlockAnswer(request_id=1, rows=1, compute_seconds=float("nan"))),
@@ -215,8 +220,56 @@ HOSTILE = {
 
 @pytest.mark.parametrize(("kind", "message"), HOSTILE.values(), ids=HOSTILE)
 def test_hostile_content_is_refused(kind, message):
+    # With a payload where there is a chunk: it is not for lack of one that these are refused.
+    payload = b"x" if "chunk" in str(message) or "first" in str(message) else b""
     with pytest.raises(RemoteProtocolError):
-        functions(kind)[1](message.SerializeToString(), LIMITS)
+        functions(kind)[1](message.SerializeToString(), payload)
+
+
+WHOLE = [
+    ("node_event", Hello(HASH, SESSION)),
+    ("node_event", BlockRequest(SESSION, HASH, 0, 1, 1, 1)),
+    ("server_event", Ready()),
+    ("server_event", BlockAnswer(1, 1, 0.0)),
+    ("server_event", Failure(FailureCode.BUSY)),
+]
+
+
+@pytest.mark.parametrize(("kind", "event"), WHOLE)
+def test_payload_without_a_chunk_is_refused(kind, event):
+    encode, decode = functions(kind)
+    envelope, payload = encode(event)
+    assert payload == b""
+    with pytest.raises(RemoteProtocolError, match="1 bytes travel beside"):
+        decode(envelope, b"x")
+
+
+CHUNK = Chunk(1, 0, 1, b"x")
+CHUNKS = [
+    ("node_event", CHUNK),
+    ("node_event", BlockRequest(SESSION, HASH, 0, 1, 1, 1, first=CHUNK)),
+    ("server_event", CHUNK),
+    ("server_event", BlockAnswer(1, 1, 0.0, first=CHUNK)),
+]
+
+
+@pytest.mark.parametrize(("kind", "event"), CHUNKS)
+def test_chunk_without_payload_is_refused_and_not_sent(kind, event):
+    encode, decode = functions(kind)
+    with pytest.raises(RemoteProtocolError, match="has no bytes"):
+        decode(encode(event)[0], b"")
+    empty = replace(CHUNK, data=b"")
+    with pytest.raises(LocalProtocolError, match="has no bytes"):
+        encode(empty if event is CHUNK else replace(event, first=empty))
+
+
+def test_bytes_of_a_chunk_are_not_copied():
+    data = memoryview(bytearray(1000))
+    envelope, payload = codec.encode_node_event(Chunk(1, 0, 5, data))
+    assert payload is data
+    assert len(envelope) < 20
+    data = bytes(1000)
+    assert codec.decode_node_event(envelope, data).data is data
 
 
 def test_name_that_is_not_utf8_is_refused():
@@ -225,31 +278,35 @@ def test_name_that_is_not_utf8_is_refused():
         query_codec.decode_query_event(data, LIMITS)
 
 
-def test_first_chunk_and_announcement_fit_into_a_message_at_the_smallest_limit():
-    limits = Limits(chunk_bytes=5000, message_bytes=5000 + ENVELOPE_BYTES)
+def test_envelopes_are_far_below_their_limit():
     most = 2**64 - 1
     first = Chunk(most, most, 2**32 - 1, bytes(5000))
     request = BlockRequest(SESSION, HASH, 2**32 - 1, most, 2**32 - 1, most, 2**32 - 1, Mode.PREPARED, first)
-    assert codec.decode_node_event(codec.encode_node_event(request, limits), limits) == request
+    envelope, payload = codec.encode_node_event(request)
+    assert len(envelope) <= ENVELOPE_BYTES // 4
+    assert codec.decode_node_event(envelope, payload) == request
     answer = BlockAnswer(most, most, 0.1, first)
-    assert codec.decode_server_event(codec.encode_server_event(answer, limits), limits) == answer
+    envelope, payload = codec.encode_server_event(answer)
+    assert len(envelope) <= ENVELOPE_BYTES // 4
+    assert codec.decode_server_event(envelope, payload) == answer
 
 
-def test_message_above_the_limit_is_refused_both_ways_and_at_the_limit_is_not():
-    event = Chunk(1, 0, 1, bytes(3000))
-    size = len(codec.encode_node_event(event, LIMITS))
+def test_message_of_a_query_above_the_limit_is_refused_both_ways_and_at_the_limit_is_not():
+    event = TensorChunk(1, 0, bytes(3000))
+    encode, decode = query_codec.encode_query_event, query_codec.decode_query_event
+    size = len(encode(event, LIMITS))
     exact, less = (Limits(chunk_bytes=100, message_bytes=bytes_) for bytes_ in (size, size - 1))
-    assert codec.decode_node_event(codec.encode_node_event(event, exact), exact) == event
+    assert decode(encode(event, exact), exact) == event
     with pytest.raises(LocalProtocolError):
-        codec.encode_node_event(event, less)
+        encode(event, less)
     with pytest.raises(RemoteProtocolError):
-        codec.decode_node_event(codec.encode_node_event(event, exact), less)
+        decode(encode(event, exact), less)
 
 
 @pytest.mark.parametrize("event", [Ready(), Failure(FailureCode.FAILED), None])
 def test_event_of_the_other_direction_is_not_encoded(event):
     with pytest.raises(LocalProtocolError):
-        codec.encode_node_event(event, LIMITS)
+        codec.encode_node_event(event)
 
 
 def test_lone_surrogate_in_a_name_is_a_local_error():
@@ -260,7 +317,7 @@ def test_lone_surrogate_in_a_name_is_a_local_error():
 def test_length_prefix_beyond_the_message_is_refused():
     data = b"\x1a" + b"\xff\xff\xff\xff\x07" + struct.pack("<Q", 1)
     with pytest.raises(RemoteProtocolError):
-        codec.decode_node_event(data, LIMITS)
+        codec.decode_node_event(data, b"")
 
 
 def test_data_and_reasons_stay_out_of_repr():

@@ -24,16 +24,16 @@ from heinfer.wire import (
     Ready,
     RefusedError,
     ServerSession,
+    TransportError,
     UploadComplete,
-    add_evaluator,
-    bind,
     iterate_row_chunks,
-    make_server,
+    serve_sessions,
 )
 from trusted_node.link import ServerLink
 
 LIMITS = Limits(chunk_bytes=2000, message_bytes=4000, reply_s=20.0)
 IMPATIENT = replace(LIMITS, reply_s=0.5)
+LOOPBACK = Address("127.0.0.1", 0)
 PLAN = b"p" * 32
 BLOCKS = (BlockShape(5, 3, 64), BlockShape(100_000, 3, 64), BlockShape(4, 2, 64, 40, 70))
 PREPARED_BLOCK = 2
@@ -76,17 +76,15 @@ class Echo:
 @contextmanager
 def linked(limits=LIMITS):
     """Yield the handler, the link to it, and the server."""
-    echo, server = Echo(), make_server(LIMITS, 8)
-    add_evaluator(server, echo, LIMITS)
-    address = bind(server, Address("127.0.0.1", 0))
-    server.start()
-    link = ServerLink(address, PLAN, BLOCKS, limits)
+    echo = Echo()
+    server = serve_sessions(LOOPBACK, echo, LIMITS, 8)
+    link = ServerLink(server.address, PLAN, BLOCKS, limits)
     try:
         yield echo, link, server
     finally:
         echo.release.set()
         link.close()
-        server.stop(0).wait()
+        server.stop(0)
 
 
 @contextmanager
@@ -172,14 +170,14 @@ def test_server_that_does_not_read_costs_time_and_not_memory():
             for row in range(0, 99_999, 3):
                 session.send_rows(request_id, row, 3, bytes(1800))
                 sent += 1
-        assert sent < 10_000  # 60 MB would be 33,333; a few hundred, and what gRPC and TCP hold, are on their way
+        assert sent < 10_000  # 60 MB would be 33,333; what TCP holds is on its way
 
 
 def test_waits_below_the_limit_are_no_stalls():
     with linked(IMPATIENT) as (_, link, _), link.session() as session:
         for _ in range(5):
             list(session.exchange(PREPARED_BLOCK, 1, Mode.PREPARED, bytes(400))[1])
-            time.sleep(0.3)  # the link looks at its sessions in between
+            time.sleep(0.3)
 
 
 @pytest.mark.parametrize("event", [BlockRequest, Chunk])
@@ -238,11 +236,65 @@ def test_close_from_another_thread_ends_an_upload_that_waits():
             session.send(1, 1, Mode.STANDARD, bytes(100_000 * 600))
 
 
-def test_closed_link_leaves_no_thread_behind():
+def test_link_makes_no_threads_and_closed_link_lends_nothing():
     with linked() as (_, link, _):
+        before = set(threading.enumerate())
         session = link.acquire()
+        list(session.exchange(PREPARED_BLOCK, 200, Mode.PREPARED, bytes(200 * 2 * 200))[1])
+        assert {t.name for t in set(threading.enumerate()) - before} <= {"heinfer-session"}  # the server's
+        link.close()
+        assert not session.usable
         link.release(session)
+        with pytest.raises(RemoteProtocolError, match="closed"):
+            link.acquire()
+
+
+def test_close_from_another_thread_ends_a_greeting():
+    with linked() as (echo, link, _):
+        echo.stall_at = Hello
+        threading.Timer(0.3, link.close).start()
+        with raises_soon(RemoteProtocolError, match="closed"):
+            link.acquire()
+
+
+def test_restarted_server_is_found_without_an_error():
+    with linked() as (_, link, server):
+        for session in [link.acquire(), link.acquire()]:
+            link.release(session)
+        server.stop()
+        again = serve_sessions(server.address, Echo(), LIMITS, 8)
+        with link.session() as session:
+            assert len(list(session.exchange(PREPARED_BLOCK, 1, Mode.PREPARED, bytes(400))[1])) == 1
+        again.stop(0)
+
+
+def test_idle_session_that_was_told_a_failure_is_not_lent_again():
+    def leave(events):
+        next(events)
+        yield Ready()
+        raise ValueError
+
+    server = serve_sessions(LOOPBACK, leave, LIMITS, 8)
+    link = ServerLink(server.address, PLAN, BLOCKS, LIMITS)
+    first = link.acquire()
+    link.release(first)
     deadline = time.monotonic() + SOON_S
-    while any(t.name == "heinfer-link-watch" for t in threading.enumerate()) and time.monotonic() < deadline:
+    while first.usable and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not any(t.name == "heinfer-link-watch" for t in threading.enumerate())
+    second = link.acquire()
+    assert second is not first
+    link.close()
+    server.stop(0)
+
+
+def test_server_that_is_not_there_is_a_remote_error():
+    server = serve_sessions(LOOPBACK, Echo(), LIMITS, 1)
+    server.stop(0)
+    link = ServerLink(server.address, PLAN, BLOCKS, LIMITS)
+    with raises_soon(RemoteProtocolError, match=f"no connection to {server.address}"):
+        link.acquire()
+
+
+def test_plain_text_beyond_this_machine_is_refused():
+    with pytest.raises(TransportError, match="SSH tunnel"):
+        ServerLink(Address("192.0.2.1", 1), PLAN, BLOCKS, LIMITS)

@@ -279,7 +279,7 @@ def test_large_block_is_cut_and_the_first_piece_travels_inside(kind):
     assert bare.first is None
     chunk, complete = server.receive(more[0])
     assert complete == UploadComplete(bare)
-    assert first.data + chunk.data == data
+    assert b"".join([first.data, chunk.data]) == data
     pieces = [groups(1, row, 6) for row in (0, 6, 12, 18)]
     events = [item for event in server.answer(1, 24, 0.0, pieces) for item in node.receive(event)]
     assert events[:-1] == [BlockAnswer(1, 24, 0.0), *pieces]

@@ -12,6 +12,7 @@ class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODE_UNSPECIFIED: _ClassVar[Mode]
     MODE_STANDARD: _ClassVar[Mode]
     MODE_PREPARED: _ClassVar[Mode]
+    MODE_BATCH: _ClassVar[Mode]
 
 class FailureCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -32,6 +33,7 @@ class QueryFailureCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 MODE_UNSPECIFIED: Mode
 MODE_STANDARD: Mode
 MODE_PREPARED: Mode
+MODE_BATCH: Mode
 FAILURE_UNSPECIFIED: FailureCode
 FAILURE_FAILED: FailureCode
 FAILURE_VERSION: FailureCode
@@ -103,16 +105,14 @@ class BlockRequest(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., plan_hash: _Optional[bytes] = ..., block: _Optional[int] = ..., request_id: _Optional[int] = ..., attempt: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., samples: _Optional[int] = ..., rows: _Optional[int] = ..., first: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("request_id", "first_row", "rows", "data")
+    __slots__ = ("request_id", "first_row", "rows")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     first_row: int
     rows: int
-    data: bytes
-    def __init__(self, request_id: _Optional[int] = ..., first_row: _Optional[int] = ..., rows: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[int] = ..., first_row: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class BlockAnswer(_message.Message):
     __slots__ = ("request_id", "rows", "compute_seconds", "first")
@@ -183,24 +183,28 @@ class ResultMessage(_message.Message):
     def __init__(self, header: _Optional[_Union[ResultHeader, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., failure: _Optional[_Union[QueryFailure, _Mapping]] = ...) -> None: ...
 
 class QueryHeader(_message.Message):
-    __slots__ = ("request_id", "tensors", "want_statistics", "trace_samples")
+    __slots__ = ("request_id", "tensors", "want_statistics", "trace_samples", "first")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     WANT_STATISTICS_FIELD_NUMBER: _ClassVar[int]
     TRACE_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     want_statistics: bool
     trace_samples: int
-    def __init__(self, request_id: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., want_statistics: _Optional[bool] = ..., trace_samples: _Optional[int] = ...) -> None: ...
+    first: TensorChunk
+    def __init__(self, request_id: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., want_statistics: _Optional[bool] = ..., trace_samples: _Optional[int] = ..., first: _Optional[_Union[TensorChunk, _Mapping]] = ...) -> None: ...
 
 class ResultHeader(_message.Message):
-    __slots__ = ("request_id", "tensors")
+    __slots__ = ("request_id", "tensors", "first")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
-    def __init__(self, request_id: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+    first: TensorChunk
+    def __init__(self, request_id: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., first: _Optional[_Union[TensorChunk, _Mapping]] = ...) -> None: ...
 
 class TensorChunk(_message.Message):
     __slots__ = ("tensor", "offset", "data")

@@ -25,86 +25,8 @@ if _version_not_supported:
     )
 
 
-class EvaluatorStub:
-    """The untrusted server. It sees ciphertexts, shapes and timing.
-    """
-
-    def __init__(self, channel):
-        """Constructor.
-
-        Args:
-            channel: A grpc.Channel.
-        """
-        self.Session = channel.stream_stream(
-                '/heinfer.wire.Evaluator/Session',
-                request_serializer=heinfer_dot_wire_dot_proto_dot_heinfer__pb2.NodeMessage.SerializeToString,
-                response_deserializer=heinfer_dot_wire_dot_proto_dot_heinfer__pb2.ServerMessage.FromString,
-                _registered_method=True)
-
-
-class EvaluatorServicer:
-    """The untrusted server. It sees ciphertexts, shapes and timing.
-    """
-
-    def Session(self, request_iterator, context):
-        """Hello, Ready, then any number of requests, each a BlockRequest and its chunks up, a BlockAnswer and its chunks
-        down. Requests may overlap; their chunks may interleave. The first chunk may travel inside BlockRequest or
-        BlockAnswer, so that a small block is one message each way.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_EvaluatorServicer_to_server(servicer, server):
-    rpc_method_handlers = {
-            'Session': grpc.stream_stream_rpc_method_handler(
-                    servicer.Session,
-                    request_deserializer=heinfer_dot_wire_dot_proto_dot_heinfer__pb2.NodeMessage.FromString,
-                    response_serializer=heinfer_dot_wire_dot_proto_dot_heinfer__pb2.ServerMessage.SerializeToString,
-            ),
-    }
-    generic_handler = grpc.method_handlers_generic_handler(
-            'heinfer.wire.Evaluator', rpc_method_handlers)
-    server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('heinfer.wire.Evaluator', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class Evaluator:
-    """The untrusted server. It sees ciphertexts, shapes and timing.
-    """
-
-    @staticmethod
-    def Session(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/heinfer.wire.Evaluator/Session',
-            heinfer_dot_wire_dot_proto_dot_heinfer__pb2.NodeMessage.SerializeToString,
-            heinfer_dot_wire_dot_proto_dot_heinfer__pb2.ServerMessage.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-
 class NodeStub:
-    """The trusted node, in the data owner's domain. It sees queries and results.
+    """The trusted node, in the data owner's domain, by gRPC. It sees queries and results.
     """
 
     def __init__(self, channel):
@@ -126,7 +48,7 @@ class NodeStub:
 
 
 class NodeServicer:
-    """The trusted node, in the data owner's domain. It sees queries and results.
+    """The trusted node, in the data owner's domain, by gRPC. It sees queries and results.
     """
 
     def Describe(self, request, context):
@@ -164,7 +86,7 @@ def add_NodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Node:
-    """The trusted node, in the data owner's domain. It sees queries and results.
+    """The trusted node, in the data owner's domain, by gRPC. It sees queries and results.
     """
 
     @staticmethod

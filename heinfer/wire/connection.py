@@ -1,0 +1,273 @@
+"""One TCP connection that carries frames: the only place that knows sockets' calls, options and times.
+
+The socket blocks, and the system does the waiting (SO_RCVTIMEO, SO_SNDTIMEO, MSG_WAITALL): a message is two or three
+calls, without polls between. The calls of an exchange of 115 KB up and 100 KB down take 0.08 ms on loopback, with 200
+bytes each way 0.04 ms. Buffers keep the system's sizes, which grow with the connection: larger ones made no difference.
+
+A connection is used by one thread at a time, and closed from any: that wakes who waits in it.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar, TypeVarTuple
+
+from heinfer.errors import RemoteProtocolError
+from heinfer.wire.address import Address, refuse_plain_text
+from heinfer.wire.frames import HEADER_BYTES, MAGIC, decode_header, encode_header
+from heinfer.wire.limits import Limits
+
+#: Seconds for a connection to be made, and for a peer to say what it speaks.
+CONNECT_S = 10.0
+#: Seconds that a side which has said its last word waits for the other to read it.
+LINGER_S = 2.0
+#: Probes of a silent peer before it is given up.
+_PROBES = 4
+_DISCARD_BYTES = 2**16
+_CLOSED = "the connection was closed"
+_CUT = "the peer went away in the middle of a message"
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
+
+
+def connect(address: Address, limits: Limits) -> Connection:
+    """Connect to a server, in plain text, and say what we speak.
+
+    Returns:
+        The connection, to be closed by the caller.
+
+    Raises:
+        TransportError: the address is not loopback.
+        RemoteProtocolError: nobody answers there.
+    """
+    refuse_plain_text(address)
+    try:
+        sock = socket.create_connection(address.endpoint, timeout=min(CONNECT_S, limits.reply_s))
+    except OSError as error:
+        raise RemoteProtocolError(f"no connection to {address}: {error.strerror or error}") from None
+    connection = Connection(sock, limits)
+    connection.send_magic()
+    return connection
+
+
+class Connection:
+    """Frames over a connected socket, which it owns.
+
+    Args:
+        sock: connected.
+        limits: sizes and times. No part of a message, header or envelope or payload, may take longer than `reply_s`.
+    """
+
+    def __init__(self, sock: socket.socket, limits: Limits) -> None:
+        self._socket = sock
+        self._limits = limits
+        self._reply_s = limits.reply_s
+        self._in_use = threading.Lock()
+        self._ending = threading.Lock()  # between shutdown and close, which never wait
+        self._closed = False
+        _configure(sock, limits)
+        self._patience(limits.reply_s)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN | select.POLLRDHUP)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def send_magic(self) -> None:
+        """Begin a connection, as the node. Raises as `send`."""
+        self._use(self._write, MAGIC, b"")
+
+    def expect_magic(self) -> None:
+        """Take the beginning of a connection, as the server.
+
+        Raises:
+            RemoteProtocolError: the peer does not speak our protocol, is gone, or says nothing.
+        """
+        self._use(self._read_magic)
+
+    def send(self, envelope: bytes, payload: bytes) -> None:
+        """Send a message; the payload may be any C-contiguous view of bytes and is not kept.
+
+        Raises:
+            LocalProtocolError: it is longer than the limits allow.
+            RemoteProtocolError: the peer is gone, or takes nothing for `reply_s` seconds.
+        """
+        header = encode_header(len(envelope), len(payload), self._limits)
+        self._use(self._write, header + envelope, payload)
+
+    def receive(self, idle: bool = False) -> tuple[bytes, bytes] | None:
+        """Wait for a message.
+
+        Args:
+            idle: wait for its first byte for ever, not for `reply_s` seconds.
+
+        Returns:
+            Envelope and payload; None where the peer has closed its half between two messages.
+
+        Raises:
+            RemoteProtocolError: the peer is gone, is too late, or announces more than the limits allow.
+        """
+        return self._use(self._read_message, idle)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `receive` would not wait: something came, or the peer closed or is gone. True once closed."""
+        return self._closed or bool(self._poll.poll(0))
+
+    def end_input(self) -> None:
+        """Take nothing more from the peer than what has arrived; what we have to say can still be said."""
+        self._shutdown(socket.SHUT_RD)
+
+    def end_output(self) -> None:
+        """Close our half; the peer's stays open."""
+        self._shutdown(socket.SHUT_WR)
+
+    def finish(self) -> None:
+        """Close in a way that lets the peer read our last message, though it may still be sending."""
+        self.end_output()
+        with suppress(RemoteProtocolError):
+            self._use(self._discard)
+        self.close()
+
+    def close(self) -> None:
+        """Close, from any thread; whoever uses the connection gets a RemoteProtocolError."""
+        self._closed = True
+        self._shutdown(socket.SHUT_RDWR)
+        self._release_socket()
+
+    def _use(self, action: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+        """Do something with the socket, whose descriptor is not given back in the meantime."""
+        try:
+            with self._in_use:
+                if not self._closed:
+                    result = action(*arguments)
+                    if not self._closed:
+                        return result
+            raise RemoteProtocolError(_CLOSED)
+        except BlockingIOError:  # what a blocking socket raises when its time is over
+            raise self._late() from None
+        except (OSError, RemoteProtocolError) as error:
+            if self._closed:
+                raise RemoteProtocolError(_CLOSED) from None
+            if isinstance(error, RemoteProtocolError):
+                raise
+            raise RemoteProtocolError(f"the peer is gone: {error.strerror or error}") from None
+        finally:
+            if self._closed:
+                self._release_socket()
+
+    def _release_socket(self) -> None:
+        """Give the descriptor back, unless a thread uses it, which then does so at its end."""
+        if self._in_use.acquire(blocking=False):
+            with self._ending:
+                self._socket.close()
+            self._in_use.release()
+
+    def _shutdown(self, how: int) -> None:
+        with self._ending, suppress(OSError):
+            self._socket.shutdown(how)
+
+    def _patience(self, seconds: float) -> None:
+        """How long one call waits. Python's own timeouts would add a poll to each and do without MSG_WAITALL."""
+        self._socket.setblocking(True)
+        microseconds = max(1, round(min(seconds, 2.0**31) * 1e6))
+        value = struct.pack("@ll", *divmod(microseconds, 1_000_000))  # struct timeval
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, value)
+
+    def _late(self) -> RemoteProtocolError:
+        return RemoteProtocolError(f"the peer made no progress for {self._reply_s:g} s")
+
+    # An ssl.SSLSocket has neither sendmsg nor MSG_WAITALL: for TLS, `_write` would join or send twice, and `_read`
+    # leave the flag out; both already loop.
+
+    def _write(self, head: bytes | memoryview, payload: bytes | memoryview) -> None:
+        missing = len(head) + len(payload)
+        started = time.monotonic()
+        sent = self._socket.sendmsg((head, payload)) if payload else self._socket.send(head)
+        while sent < missing:  # a signal came, or the time is over
+            if time.monotonic() - started >= self._reply_s:
+                raise self._late()
+            head, payload = head[sent:], memoryview(payload)[max(0, sent - len(head)) :]
+            missing -= sent
+            sent = self._socket.sendmsg((head, payload))
+
+    def _read(self, size: int) -> bytes:
+        """Return that many bytes, or fewer where the peer has closed its half."""
+        started = time.monotonic()
+        data = self._socket.recv(size, socket.MSG_WAITALL)
+        if len(data) == size:
+            return data
+        parts = [data]
+        while data and (missing := size - sum(map(len, parts))):  # a signal came, the time is over, or the peer ended
+            if time.monotonic() - started >= self._reply_s:
+                raise self._late()
+            data = self._socket.recv(missing, socket.MSG_WAITALL)
+            parts.append(data)
+        return b"".join(parts)
+
+    def _read_whole(self, size: int) -> bytes:
+        data = self._read(size)
+        if len(data) < size:
+            raise RemoteProtocolError(_CUT)
+        return data
+
+    def _read_message(self, idle: bool) -> tuple[bytes, bytes] | None:
+        header = self._read_beginning(idle)
+        if not header:
+            return None
+        if len(header) < HEADER_BYTES:
+            header += self._read_whole(HEADER_BYTES - len(header))
+        envelope_bytes, payload_bytes = decode_header(header, self._limits)
+        envelope = self._read_whole(envelope_bytes) if envelope_bytes else b""
+        return envelope, self._read_whole(payload_bytes) if payload_bytes else b""
+
+    def _read_beginning(self, idle: bool) -> bytes:
+        while True:
+            try:
+                return self._socket.recv(HEADER_BYTES, socket.MSG_WAITALL)
+            except BlockingIOError:  # not one byte came
+                if not idle:
+                    raise
+
+    def _read_magic(self) -> None:
+        self._patience(min(CONNECT_S, self._reply_s))
+        found = b""
+        while len(found) < len(MAGIC):
+            data = self._socket.recv(len(MAGIC) - len(found))
+            found += data
+            if not data or not MAGIC.startswith(found):
+                raise RemoteProtocolError("the peer does not speak this protocol")
+        self._patience(self._reply_s)
+
+    def _discard(self) -> None:
+        self._patience(LINGER_S)
+        deadline = time.monotonic() + LINGER_S
+        while time.monotonic() < deadline and self._socket.recv(_DISCARD_BYTES):
+            pass
+
+
+def _configure(sock: socket.socket, limits: Limits) -> None:
+    """Send at once, and notice a peer that vanished without closing, which TCP alone would in hours."""
+    idle_s = min(max(1, round(limits.idle_s)), 32767)  # the most that Linux takes
+    options = [
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, idle_s),
+        (socket.TCP_KEEPINTVL, max(1, idle_s // _PROBES)),
+        (socket.TCP_KEEPCNT, _PROBES),
+        # Also how long a peer may leave its window shut, so no less than what it may take for a message.
+        (socket.TCP_USER_TIMEOUT, min(round(limits.reply_s * 1000) + 1000, 2**31 - 1)),
+    ]
+    with suppress(OSError):  # the peer is gone already: whoever uses the connection is told
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in options:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
