@@ -93,7 +93,7 @@ def draft(
     return Draft(plan, tuple(blocks), submodels)
 
 
-def emit(result: Draft, content: bytes, target: Path, reference: bool) -> Plan:
+def emit(result: Draft, content: bytes, target: Path, reference: bool, batch_hints: bool = False) -> Plan:
     """Write the bundle; return the plan with its digests.
 
     Args:
@@ -101,6 +101,7 @@ def emit(result: Draft, content: bytes, target: Path, reference: bool) -> Plan:
         content: the original model.
         target: folder to write.
         reference: whether to write reference/.
+        batch_hints: whether to make hints for batches.
 
     Raises:
         PlanError: `target` holds something else, or can't be written.
@@ -121,7 +122,7 @@ def emit(result: Draft, content: bytes, target: Path, reference: bool) -> Plan:
         for folder in (work, server, node):
             write_plan(folder / PLAN_FILE, plan)
         _, plan_hash = read_plan(node)
-        write_hints(node, plan, plan_hash, integers)
+        write_hints(node, plan, plan_hash, integers, batch_hints)
         if reference:
             _write_reference(work / "reference", result.reference(content))
     return plan

@@ -37,7 +37,12 @@ class Partition:
 
 
 def partition(
-    model: str | Path, output: str | Path, *, reference: bool = True, parameters: RingParameters | None = None
+    model: str | Path,
+    output: str | Path,
+    *,
+    reference: bool = True,
+    parameters: RingParameters | None = None,
+    batch_hints: bool = False,
 ) -> Partition:
     """Partition an ONNX model into a bundle.
 
@@ -46,6 +51,7 @@ def partition(
         output: folder to write; an existing bundle is replaced.
         reference: whether to keep the model in the bundle, for `evaluate`.
         parameters: ring; the default has degree 2048 and one 50-bit prime.
+        batch_hints: whether to make hints for batches, 12.8 KB for every value that comes back to the node.
 
     Returns:
         The plan, where it was written, and how close it is to the original in the clear.
@@ -55,7 +61,7 @@ def partition(
         PlanError: `output` holds something else, or can't be written.
     """
     imported, result, difference = partition_in_memory(Path(model), parameters or RingParameters.default())
-    plan = emit(result, imported.content, Path(output), reference)
+    plan = emit(result, imported.content, Path(output), reference, batch_hints)
     return Partition(plan, Path(output), difference)
 
 

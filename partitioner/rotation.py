@@ -11,7 +11,7 @@ from pathlib import Path
 from heinfer.errors import PlanError
 from heinfer.plan import Plan, load_server, read_bundle_plan
 from heinfer.plan.files import check_folder
-from heinfer.plan.hints import write_hints
+from heinfer.plan.hints import has_batch_hints, write_hints
 
 
 def rotate(bundle: str | Path) -> Plan:
@@ -29,5 +29,6 @@ def rotate(bundle: str | Path) -> Plan:
         raise PlanError(f"{folder} has no prepared mode: there is nothing to renew")
     server = load_server(folder / "server")
     check_folder(folder / "node", plan.digests.node)
-    write_hints(folder / "node", plan, server.plan_hash, server.arrays)
+    batch = has_batch_hints(folder / "node")
+    write_hints(folder / "node", plan, server.plan_hash, server.arrays, batch)
     return plan

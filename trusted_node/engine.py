@@ -26,10 +26,12 @@ from heinfer.plan import NodeBundle, Plan, RoundStep
 from heinfer.plan.execution import NodeStepError, PlanRunner, Tensors
 from heinfer.processes import core_count
 from heinfer.wire import Limits, Mode
+from trusted_node.batches import BatchMaterials, BatchUpload
 from trusted_node.link import LinkSession, ServerLink
 from trusted_node.modes import ModeChoice, choose_mode
 from trusted_node.pool import PreparedPool, Taken
 from trusted_node.prepared_uploads import PreparedUpload
+from trusted_node.scaling import sample_peaks
 from trusted_node.statistics import QueryStatistics
 from trusted_node.uploads import Upload
 from trusted_node.workers import CryptoPool
@@ -41,7 +43,7 @@ UPLOADS_IN_FLIGHT = 4
 #: Prepared bytes, and samples, of one group.
 PREPARED_BYTES, PREPARED_SAMPLES = 64 * 2**20, 256
 
-AnyUpload = Upload | PreparedUpload
+AnyUpload = Upload | PreparedUpload | BatchUpload
 
 
 class DataError(InputError):
@@ -112,6 +114,8 @@ class Engine:
         self.choice = choice
         if choose_mode(bundle.plan, choice, 1) is Mode.PREPARED and prepared is None:
             raise InputError("prepared mode needs a pool of prepared queries")
+        hints = bundle.hints if choice is not ModeChoice.STANDARD else None
+        self._batches = BatchMaterials(bundle) if hints is not None and hints.batch is not None else None
         self.runner = PlanRunner(bundle.plan, bundle.submodels, core_count())
         self._threads = ThreadPoolExecutor(GROUPS_IN_FLIGHT, thread_name_prefix="heinfer-group")
 
@@ -133,7 +137,7 @@ class Engine:
         """
         plan = self.bundle.plan
         samples = check_inputs(plan, inputs)
-        mode = choose_mode(plan, self.choice, samples)
+        mode = choose_mode(plan, self.choice, samples, self._batches is not None)
         size = self._group_size(mode)
         statistics = QueryStatistics.empty(len(plan.blocks), plan.rounds)
         statistics.mode = mode.name.lower()
@@ -171,8 +175,19 @@ class Engine:
             raise failures[0]
         return results
 
+    def start_upload(
+        self, block: int, session: LinkSession, mode: Mode, taken: Taken | None, statistics: QueryStatistics
+    ) -> AnyUpload:
+        """Make an upload of a block in a mode; `taken` are prepared queries for it."""
+        if taken is not None:
+            return PreparedUpload(self.bundle, block, session, taken.queries, statistics)
+        if mode is Mode.BATCH:
+            assert self._batches is not None  # the mode is chosen only where there are hints
+            return BatchUpload(self.bundle, block, session, self._batches, statistics, self.limits)
+        return Upload(self.bundle, block, session, self.pool, statistics, self.limits)
+
     def _group_size(self, mode: Mode) -> int:
-        if mode is Mode.STANDARD or self.prepared is None:
+        if mode is not Mode.PREPARED or self.prepared is None:
             return self.bundle.plan.ring.degree
         return max(1, min(PREPARED_SAMPLES, PREPARED_BYTES // max(1, self.prepared.preparer.query_bytes)))
 
@@ -198,7 +213,7 @@ class _Group:
 
     def run(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
         """Run all steps; raise what the data caused only when the server has seen all rounds."""
-        if self._mode is Mode.STANDARD:
+        if self._mode is not Mode.PREPARED:
             return self._run_watched(inputs)
         pool = self._engine.prepared
         assert pool is not None  # prepared mode is chosen only where there is one
@@ -267,11 +282,7 @@ class _Group:
     def _send(self, index: int, tensors: Tensors, pending: deque[tuple[int, LinkSession, AnyUpload]]) -> None:
         engine = self._engine
         session = engine.link.acquire()
-        upload: AnyUpload
-        if self._taken is not None:
-            upload = PreparedUpload(engine.bundle, index, session, self._taken.queries, self._statistics)
-        else:
-            upload = Upload(engine.bundle, index, session, engine.pool, self._statistics, engine.limits)
+        upload = engine.start_upload(index, session, self._mode, self._taken, self._statistics)
         pending.append((index, session, upload))
         values = [self._finite(tensors[t.name], t.name) for t in self._plan.blocks[index].inputs]
         upload.send(values)
@@ -290,8 +301,7 @@ class _Group:
 
     def _finite(self, values: NDArray[Any], name: str) -> NDArray[np.float32]:
         """Return the values, with zeros for every sample that holds something not finite."""
-        flat = values.reshape(len(values), -1)
-        bad = ~np.isfinite(flat).all(axis=1)
+        bad = ~np.isfinite(sample_peaks(values))
         if not bad.any():
             return values
         self._fail(f"tensor {name!r} holds NaN or infinity for sample {int(np.argmax(bad))} of its group")

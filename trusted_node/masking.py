@@ -11,7 +11,7 @@ depends on a secret, a mask or a value; the numbers of steps depend on public sh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,15 +22,31 @@ Floats = NDArray[np.float64]
 Residues = NDArray[np.int64]
 
 
+class Ring(NamedTuple):
+    """What kernels need of a transform: q and 1 / q as float64, `Transform.inverse_roots`, 1 / N mod q."""
+
+    modulus: float
+    inverse: float
+    roots: Floats
+    degree_inverse: float
+
+
 @kernel
-def secret_evaluations(evaluations: Floats, lane: int, modulus: float, out: Floats) -> None:
-    """Copy one lane of a group of transformed secrets, centred, to all lanes of `out`, as residues in [0, q)."""
-    whole = int(modulus)
+def to_residues(evaluations: Floats, modulus: float) -> None:
+    """Bring centred evaluations into [0, q), in place: the second factor of `multiply_mod`."""
+    flat = evaluations.reshape(-1)
+    inverse = 1.0 / modulus
+    for i in range(flat.size):
+        flat[i] -= np.floor(flat[i] * inverse) * modulus  # -1 for what is negative, else 0
+
+
+@kernel
+def fill_lanes(evaluations: Floats, lane: int, out: Floats) -> None:
+    """Copy one lane of a group to all lanes of `out`; shape (N, LANES) both."""
     for j in range(out.shape[0]):
-        value = int(evaluations[j, lane])
-        residue = float(value + ((value >> 63) & whole))
+        value = evaluations[j, lane]
         for copy in range(LANES):
-            out[j, copy] = residue
+            out[j, copy] = value
 
 
 @kernel
@@ -41,93 +57,114 @@ def _multiply(left: Floats, right: Floats, modulus: float, inverse: float, out: 
 
 
 @kernel
-def _product(
-    factor: Floats, secret: Floats, roots: Floats, degree_inverse: float, modulus: float, inverse: float, out: Floats
+def _product(left: Floats, right: Floats, ring: Ring, out: Floats) -> None:
+    """Multiply polynomials lane by lane: evaluations, the right ones in [0, q), to centred coefficients."""
+    _multiply(left.reshape(-1), right.reshape(-1), ring.modulus, ring.inverse, out.reshape(-1))
+    inverse_group(out, ring.roots, ring.degree_inverse, ring.modulus, ring.inverse)
+
+
+@kernel
+def _write_mask(
+    product: Floats, lane: int, elements: NDArray[np.int32], noise: NDArray[np.int8], whole: int, out: Residues
 ) -> None:
-    """Multiply the polynomials of a group with a secret: both as evaluations, the product as centred coefficients."""
-    _multiply(factor.reshape(-1), secret.reshape(-1), modulus, inverse, out.reshape(-1))
-    inverse_group(out, roots, degree_inverse, modulus, inverse)
+    """Write e - a s mod q for the values of one ciphertext."""
+    for j in range(product.shape[0]):
+        element = elements[j]
+        if element >= 0:  # public: where values lie
+            value = int(noise[element]) - int(product[j, lane])
+            out[element] = value + ((value >> 63) & whole)
+
+
+@kernel
+def _write_reads(
+    product: Floats, lane: int, reads: NDArray[np.int64], first: int, stride: int, whole: int, out: Residues
+) -> None:
+    """Write the coefficients that are read of one product."""
+    for r in range(reads.size):
+        value = int(product[reads[r], lane])
+        out[first + r * stride] = value + ((value >> 63) & whole)
+
+
+# Eight products are made at a time. For one sample the lanes are eight polynomials under one secret, for several
+# samples one polynomial under eight secrets: a block of one ciphertext would leave seven lanes empty.
 
 
 @kernel
 def make_masks(
     public: Floats,
-    secret: Floats,
-    roots: Floats,
-    degree_inverse: float,
-    modulus: float,
-    inverse: float,
+    secrets: Floats,
+    ring: Ring,
     elements: NDArray[np.int32],
     noise: NDArray[np.int8],
-    scratch: Floats,
+    lanes: Floats,
+    products: Floats,
     out: Residues,
 ) -> None:
-    """Write e - a s mod q for every uploaded value of a block.
+    """Write e - a s mod q for every uploaded value of a block, of one sample or of up to LANES.
 
     Args:
         public: evaluations of all polynomials a, shape (groups, N, LANES).
-        secret: evaluations of s in [0, q), the same in every lane, shape (N, LANES).
-        roots: `Transform.inverse_roots`.
-        degree_inverse: 1 / N mod q.
-        modulus: q.
-        inverse: 1 / q, rounded.
+        secrets: evaluations in [0, q), shape (N, LANES): of one sample in all lanes, or of one sample a lane.
+        ring: tables.
         elements: which value lies at a coefficient, -1 for none, shape (ciphertexts, N).
-        noise: e, shape (values,).
-        scratch: shape (N, LANES); holds products with the secret afterwards.
-        out: shape (values,).
+        noise: e, shape (samples, values).
+        lanes: scratch, shape (N, LANES).
+        products: scratch, shape (N, LANES); holds products with secrets afterwards.
+        out: shape (samples, values).
     """
-    whole = int(modulus)
+    whole = int(ring.modulus)
     for ciphertext in range(elements.shape[0]):
-        lane = ciphertext % LANES
-        if lane == 0:
-            _product(public[ciphertext // LANES], secret, roots, degree_inverse, modulus, inverse, scratch)
-        for j in range(secret.shape[0]):
-            element = elements[ciphertext, j]
-            if element >= 0:  # public: where values lie
-                value = int(noise[element]) - int(scratch[j, lane])
-                out[element] = value + ((value >> 63) & whole)
+        group, lane = ciphertext // LANES, ciphertext % LANES
+        if out.shape[0] == 1:
+            if lane == 0:
+                _product(public[group], secrets, ring, products)
+            _write_mask(products, lane, elements[ciphertext], noise[0], whole, out[0])
+        else:
+            fill_lanes(public[group], lane, lanes)
+            _product(lanes, secrets, ring, products)
+            for sample in range(out.shape[0]):
+                _write_mask(products, sample, elements[ciphertext], noise[sample], whole, out[sample])
 
 
 @kernel
 def make_polynomial_corrections(
     hints: Floats,
     rows: int,
-    secret: Floats,
-    roots: Floats,
-    degree_inverse: float,
-    modulus: float,
-    inverse: float,
+    secrets: Floats,
+    ring: Ring,
     reads: NDArray[np.int64],
     row_stride: int,
     read_stride: int,
-    scratch: Floats,
+    lanes: Floats,
+    products: Floats,
     out: Residues,
 ) -> None:
-    """Write hint times secret at the coefficients that are read.
+    """Write hint times secret at the coefficients that are read, of one sample or of up to LANES.
 
     Args:
         hints: evaluations, shape (groups, N, LANES), of which the first `rows` polynomials count.
         rows: polynomials.
-        secret: as in `make_masks`; so are the next four.
-        roots: see there.
-        degree_inverse: see there.
-        modulus: see there.
-        inverse: see there.
+        secrets: as in `make_masks`.
+        ring: tables.
         reads: coefficients, the same for all polynomials.
-        row_stride: elements of `out` between polynomials.
-        read_stride: elements of `out` between reads.
-        scratch: shape (N, LANES).
-        out: residues in [0, q), shape (rows * reads,).
+        row_stride: elements of a sample's output between polynomials.
+        read_stride: elements of a sample's output between reads.
+        lanes: scratch, shape (N, LANES).
+        products: scratch, shape (N, LANES).
+        out: residues in [0, q), shape (samples, rows * reads).
     """
-    whole = int(modulus)
+    whole = int(ring.modulus)
     for row in range(rows):
-        lane = row % LANES
-        if lane == 0:
-            _product(hints[row // LANES], secret, roots, degree_inverse, modulus, inverse, scratch)
-        first = row * row_stride
-        for r in range(reads.size):
-            value = int(scratch[reads[r], lane])
-            out[first + r * read_stride] = value + ((value >> 63) & whole)
+        group, lane = row // LANES, row % LANES
+        if out.shape[0] == 1:
+            if lane == 0:
+                _product(hints[group], secrets, ring, products)
+            _write_reads(products, lane, reads, row * row_stride, read_stride, whole, out[0])
+        else:
+            fill_lanes(hints[group], lane, lanes)
+            _product(lanes, secrets, ring, products)
+            for sample in range(out.shape[0]):
+                _write_reads(products, sample, reads, row * row_stride, read_stride, whole, out[sample])
 
 
 @kernel
@@ -139,43 +176,46 @@ def _reduced(value: int, modulus: int) -> int:
 
 @kernel
 def make_dense_corrections(hint: Residues, plus: Residues, minus: Residues, modulus: int, out: Residues) -> None:
-    """Write the products of rows with ternary secrets.
+    """Write the products of rows with ternary secrets; a row is read once for all samples.
 
     A sum of 4096 residues is below 2**62: rows are summed in pieces of that length, so int64 never overflows.
 
     Args:
         hint: residues in [0, q), shape (rows, N).
-        plus: -1 (all bits set) where the secret is 1, else 0, shape (N,).
+        plus: -1 (all bits set) where a secret is 1, else 0, shape (samples, N).
         minus: the same where it is -1.
         modulus: q.
-        out: residues in [0, q), shape (rows,).
+        out: residues in [0, q), shape (samples, rows).
     """
     degree = hint.shape[1]
     for row in range(hint.shape[0]):
-        total = 0
-        for start in range(0, degree, 4096):
-            part = 0
-            for j in range(start, min(start + 4096, degree)):
-                part += (hint[row, j] & plus[j]) - (hint[row, j] & minus[j])
-            total += _reduced(part, modulus)
-        out[row] = _reduced(total, modulus)
+        for sample in range(out.shape[0]):
+            total = 0
+            for start in range(0, degree, 4096):
+                part = 0
+                for j in range(start, min(start + 4096, degree)):
+                    part += (hint[row, j] & plus[sample, j]) - (hint[row, j] & minus[sample, j])
+                total += _reduced(part, modulus)
+            out[sample, row] = _reduced(total, modulus)
 
 
 @kernel
 def make_elementwise_corrections(
-    weights: NDArray[np.int16], masks: Residues, noise: NDArray[np.int8], modulus: float, inverse: float, out: Residues
+    weights: NDArray[np.int16], masks: Residues, noise: NDArray[np.int8], ring: Ring, out: Residues
 ) -> None:
-    """Write w * (a s), with a s = e - mask; all of shape (values,)."""
-    whole = int(modulus)
-    for i in range(weights.size):
-        product = noise[i] - masks[i]  # a s, above -q - 22
-        product += (product >> 63) & whole
-        product += (product >> 63) & whole
-        product -= whole & ((whole - 1 - product) >> 63)
-        value = int(multiply_mod(float(weights[i]), float(product), modulus, inverse))  # |w| < q, so within q
-        value += (value >> 63) & whole
-        value -= whole & ((whole - 1 - value) >> 63)
-        out[i] = value
+    """Write w * (a s), with a s = e - mask; weights of shape (values,), all else (samples, values)."""
+    whole = int(ring.modulus)
+    for sample in range(out.shape[0]):
+        for i in range(weights.size):
+            product = noise[sample, i] - masks[sample, i]  # a s, above -q - 22
+            product += (product >> 63) & whole
+            product += (product >> 63) & whole
+            product -= whole & ((whole - 1 - product) >> 63)
+            # |w| < q, so the result is within q.
+            value = int(multiply_mod(float(weights[i]), float(product), ring.modulus, ring.inverse))
+            value += (value >> 63) & whole
+            value -= whole & ((whole - 1 - value) >> 63)
+            out[sample, i] = value
 
 
 @kernel
@@ -230,3 +270,73 @@ def remove_corrections(
             value -= modulus & ((half - value) >> 63)
             out[sample, i] = float(value) / (scale[sample] * row_scale[i]) + bias[i]
             corrections[sample, i] = 0
+
+
+@kernel
+def encrypt_rows(
+    public: Floats,
+    secret: Floats,
+    ring: Ring,
+    noise: NDArray[np.int8],
+    x: NDArray[np.float32],
+    scale: Floats,
+    products: Floats,
+    out: Residues,
+) -> None:
+    """Encrypt a group of rows of a batch: b = rint(x * scale) + e - a s mod q, coefficient by coefficient.
+
+    Args:
+        public: evaluations of the rows' polynomials a, shape (N, LANES).
+        secret: evaluations of s in [0, q), the same in every lane, shape (N, LANES).
+        ring: tables.
+        noise: e, shape (rows, samples), rows <= LANES, samples <= N.
+        x: finite values, shape (rows, samples), |x * scale| < q / 2.
+        scale: shape (samples,).
+        products: scratch, shape (N, LANES).
+        out: residues in [0, q), shape (rows, samples).
+    """
+    whole = int(ring.modulus)
+    _product(public, secret, ring, products)
+    for row in range(out.shape[0]):
+        for j in range(out.shape[1]):
+            value = int(noise[row, j]) - int(products[j, row]) + int(np.rint(float(x[row, j]) * scale[j]))
+            value += (value >> 63) & whole  # above -q - 21
+            value += (value >> 63) & whole
+            value -= whole & ((whole - 1 - value) >> 63)
+            out[row, j] = value
+
+
+@kernel
+def decrypt_rows(
+    hint: Floats,
+    secret: Floats,
+    ring: Ring,
+    y: Residues,
+    scale: Floats,
+    row_scale: Floats,
+    bias: Floats,
+    products: Floats,
+    out: NDArray[np.float32],
+) -> None:
+    """Decrypt a group of rows of a batch: centre(y + W(a) s) / (scale * row_scale) + bias.
+
+    Args:
+        hint: evaluations of the rows' W(a), shape (N, LANES).
+        secret: as in `encrypt_rows`.
+        ring: tables.
+        y: the server's residues in [0, q), shape (rows, samples).
+        scale: shape (samples,).
+        row_scale: shape (rows,).
+        bias: shape (rows,).
+        products: scratch, shape (N, LANES).
+        out: shape (rows, samples).
+    """
+    whole = int(ring.modulus)
+    half = whole // 2
+    _product(hint, secret, ring, products)
+    for row in range(out.shape[0]):
+        for j in range(out.shape[1]):
+            value = y[row, j] + int(products[j, row])  # above -q / 2 and below 1.5 q
+            value -= whole & ((half - value) >> 63)
+            value += whole & ((value + half) >> 63)
+            out[row, j] = float(value) / (scale[j] * row_scale[row]) + bias[row]

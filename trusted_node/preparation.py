@@ -31,13 +31,15 @@ from heinfer.operators.steps import WEIGHTED, Take
 from heinfer.plan import BlockHints, NodeBundle, block_ring, public_polynomials
 from heinfer.ring import LANES, RingParameters, Transform, run_tiles, scratch_array, transform_self_test, unpack
 from trusted_node.masking import (
+    Ring,
     add_to_masks,
+    fill_lanes,
     make_dense_corrections,
     make_elementwise_corrections,
     make_masks,
     make_polynomial_corrections,
     remove_corrections,
-    secret_evaluations,
+    to_residues,
 )
 from trusted_node.results import row_terms
 from trusted_node.sampling import draw_noise, draw_ternary, wipe
@@ -47,6 +49,8 @@ Floats = NDArray[np.float64]
 #: Linux's advice to leave memory out of core dumps, and to give a forked child zeros instead (madvise(2)).
 _DONT_DUMP, _WIPE_ON_FORK = 16, 18
 _WORD: Final = 8
+#: From so many samples on, a job takes LANES samples at once; below, most lanes would be empty.
+_LANES_OF_SAMPLES: Final = 4
 
 
 class BlockMaterial:
@@ -55,8 +59,10 @@ class BlockMaterial:
     Attributes:
         form: how the block is cut.
         ring: its ring.
+        tables: the same for kernels.
         scale: output scale of every value that comes back, joined over outputs.
         bias: likewise.
+        is_direct: whether the corrections of one weighted step are those of the block: nothing happens after it.
     """
 
     def __init__(self, bundle: NodeBundle, block: int, hints: BlockHints) -> None:
@@ -64,6 +70,10 @@ class BlockMaterial:
         self.form: PreparedForm = hints.form
         self.ring: RingParameters = block_ring(bundle.plan, block)
         self.transform = Transform.of(self.ring)
+        transform = self.transform
+        self.tables = Ring(
+            transform.modulus, transform.modulus_inverse, transform.inverse_roots, transform.degree_inverse
+        )
         self.public = self.transform.forward(
             public_polynomials(bundle.plan, bundle.plan_hash, bundle.hints.seed, block)
         )
@@ -75,19 +85,15 @@ class BlockMaterial:
         shapes = self.form.program.shapes
         self.starts = np.cumsum([0, *(prod(shape) for shape in self.form.program.inputs)])
         self.sizes = [prod(shape) for shape in shapes]
+        moves = [s for s in self.form.program.steps if not isinstance(s, WEIGHTED)]
+        plain = all(isinstance(s, Take) and s.indices is None and len(s.sources) == 1 for s in moves)
+        self.is_direct = len(self.form.hints) == 1 and plain and len(self.form.program.outputs) == 1
         self.after: list[tuple[int, Callable[[Sequence[Residues]], Residues]]] = []
         arrays = {**hints.maps, **self.form.arrays}
         count = len(self.form.program.inputs)
         for position, step in enumerate(self.form.program.steps):
             if not isinstance(step, WEIGHTED):
                 self.after.append((count + position, compile_step(step, arrays, shapes, self.ring)))
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether the corrections of one weighted step are those of the block: nothing happens after it."""
-        moves = [s for s in self.form.program.steps if not isinstance(s, WEIGHTED)]
-        plain = all(isinstance(s, Take) and s.indices is None and len(s.sources) == 1 for s in moves)
-        return len(self.form.hints) == 1 and plain and len(self.form.program.outputs) == 1
 
     def value_of(self, hint: Hint) -> int:
         """Return the number of the value that a hint's step makes."""
@@ -220,11 +226,14 @@ def secret_memory(words: int) -> Residues:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One block of one sample."""
+    """One block, of one sample or of up to LANES: ternary secrets (samples, N), and their evaluations (N, LANES).
+
+    The evaluations of one sample are in lane `lane`, those of several in the lanes from 0 on.
+    """
 
     block: int
-    sample: int
-    secret: NDArray[np.int8]
+    samples: slice
+    secrets: NDArray[np.int8]
     evaluations: Floats
     lane: int
 
@@ -262,12 +271,7 @@ class Preparer:
         jobs: list[_Job] = []
         try:
             for degree in dict.fromkeys(m.ring.degree for m in self.materials):
-                blocks = [i for i, m in enumerate(self.materials) if m.ring.degree == degree]
-                drawn = draw_ternary(samples * len(blocks), degree)
-                evaluations = self.materials[blocks[0]].transform.forward(drawn, threads=threads)
-                secrets += [drawn, evaluations]
-                for number, (block, sample) in enumerate((b, s) for b in blocks for s in range(samples)):
-                    jobs.append(_Job(block, sample, drawn[number], evaluations[number // LANES], number % LANES))
+                jobs += self._draw(degree, samples, secrets, threads)
             run_tiles(lambda job: self._run(query, job), jobs, threads=threads)
         except BaseException:
             query.wipe()
@@ -275,6 +279,29 @@ class Preparer:
         finally:
             wipe(*secrets)
         return query
+
+    def _draw(self, degree: int, samples: int, secrets: list[NDArray[Any]], threads: int | None) -> list[_Job]:
+        """Draw secrets for all blocks of a degree, a fresh one for every block and sample."""
+        blocks = [i for i, m in enumerate(self.materials) if m.ring.degree == degree]
+        transform = self.materials[blocks[0]].transform
+        drawn = draw_ternary(samples * len(blocks), degree)
+        secrets.append(drawn)
+        if samples < _LANES_OF_SAMPLES:
+            evaluations = transform.forward(drawn, threads=threads)
+            secrets.append(evaluations)
+            return [
+                _Job(b, slice(s, s + 1), drawn[n : n + 1], evaluations[n // LANES], n % LANES)
+                for n, (b, s) in enumerate((b, s) for b in blocks for s in range(samples))
+            ]
+        jobs = []
+        for number, block in enumerate(blocks):
+            own = drawn[number * samples : (number + 1) * samples]
+            evaluations = transform.forward(own, threads=threads)
+            secrets.append(evaluations)
+            for group, first in enumerate(range(0, samples, LANES)):
+                part = slice(first, min(first + LANES, samples))
+                jobs.append(_Job(block, part, own[part], evaluations[group], 0))
+        return jobs
 
     def _run(self, query: PreparedQuery, job: _Job) -> None:
         temporary: list[NDArray[Any]] = []
@@ -286,38 +313,40 @@ class Preparer:
     def _make(self, query: PreparedQuery, job: _Job, temporary: list[NDArray[Any]]) -> None:
         """Fill masks and corrections of a job; what else holds something secret is added to `temporary`."""
         material = self.materials[job.block]
-        form, transform = material.form, material.transform
-        masks, corrections = (array[job.sample] for array in query.material(job.block))
-        degree = form.degree
-        secret = scratch_array("secret", degree, LANES)
-        scratch = scratch_array("products", degree, LANES)
-        noise = draw_noise(form.values_up)
-        temporary += [secret, scratch, noise]
-        q, inverse = transform.modulus, transform.modulus_inverse
-        roots, degree_inverse = transform.inverse_roots, transform.degree_inverse
-        secret_evaluations(job.evaluations, job.lane, q, secret)
-        make_masks(material.public, secret, roots, degree_inverse, q, inverse, material.elements, noise, scratch, masks)
+        form, ring = material.form, material.tables
+        masks, corrections = (array[job.samples] for array in query.material(job.block))
+        samples, degree = len(masks), form.degree
+        secrets, lanes, products = (scratch_array(name, degree, LANES) for name in ("secrets", "lanes", "products"))
+        noise = draw_noise(samples * form.values_up).reshape(samples, form.values_up)
+        temporary += [secrets, products, noise]
+        if samples == 1:
+            fill_lanes(job.evaluations, job.lane, secrets)
+        else:
+            secrets[...] = job.evaluations
+        to_residues(secrets, ring.modulus)
+        make_masks(material.public, secrets, ring, material.elements, noise, lanes, products, masks)
         values: dict[int, Residues] = {}
         for hint, data in zip(form.hints, material.hints, strict=True):
             value = material.value_of(hint)
-            out = corrections if material.is_direct else np.empty(material.sizes[value], np.int64)
-            temporary += [] if material.is_direct else [out]
+            out = corrections
+            if not material.is_direct:
+                out = np.empty((samples, material.sizes[value]), np.int64)
+                temporary.append(out)
             match hint.kind:
                 case HintKind.POLYNOMIAL:
+                    strides = hint.row_stride, hint.read_stride
                     make_polynomial_corrections(
-                        data, hint.rows, secret, roots, degree_inverse, q, inverse,
-                        hint.reads, hint.row_stride, hint.read_stride, scratch, out,
-                    )  # fmt: skip
+                        data, hint.rows, secrets, ring, hint.reads, *strides, lanes, products, out
+                    )
                 case HintKind.DENSE:
-                    signs = job.secret.astype(np.int64)
-                    plus, minus = -(signs == 1).astype(np.int64), -(signs == -1).astype(np.int64)
-                    temporary += [signs, plus, minus]
+                    plus, minus = (-(job.secrets == sign).astype(np.int64) for sign in (1, -1))
+                    temporary += [plus, minus]
                     make_dense_corrections(data, plus, minus, material.ring.modulus, out)
                 case HintKind.ELEMENTWISE:
                     source = form.program.steps[hint.step].source  # type: ignore[union-attr]
                     part = slice(int(material.starts[source]), int(material.starts[source + 1]))
-                    make_elementwise_corrections(data, masks[part], noise[part], q, inverse, out)
-            values[value] = out[None]
+                    make_elementwise_corrections(data, masks[:, part], noise[:, part], ring, out)
+            values[value] = out
         if not material.is_direct:
             self._finish(material, values, corrections, temporary)
 
@@ -327,7 +356,7 @@ class Preparer:
     ) -> None:
         """Run what follows the weights on the corrections, and join the outputs."""
         form = material.form
-        empty = np.empty((1, 0), np.int64)
+        empty = np.empty((len(corrections), 0), np.int64)
         known = [values.get(number, empty) for number in range(len(material.sizes))]
         for number, run in material.after:
             known[number] = run(known)
@@ -335,5 +364,5 @@ class Preparer:
         first = 0
         for output in form.program.outputs:
             size = material.sizes[output]
-            corrections[first : first + size] = known[output].reshape(-1)
+            corrections[:, first : first + size] = known[output]
             first += size

@@ -50,7 +50,11 @@ def finish_outputs(
         part = np.ascontiguousarray(values[:, first : first + count]).reshape(len(values), *spec.shape)
         first += count
         leading = len(values) if block.final else bounded
-        bound = scales.error_bound(terms.norms, part[:leading]) if leading else np.zeros((0, *spec.shape))
+        if not leading:
+            outputs.append(part)
+            bounds.append(np.zeros((0, *spec.shape)))
+            continue
+        bound = scales.error_bound(terms.norms, part[:leading])
         if block.final:
             step = rounding_step(bound)
             part = round_to_step(part, step)

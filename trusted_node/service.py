@@ -77,8 +77,9 @@ class NodeService:
         result = self._engine.infer(inputs, header.trace_samples)
         logger.info("query: %d samples in %.1f ms", samples, 1e3 * (time.perf_counter() - started))
         tensors = {**result.outputs, **result.trace}
-        yield ResultHeader(header.request_id, describe_tensors(tensors))
-        yield from iterate_tensor_chunks(tensors, self._limits)
+        chunks = iterate_tensor_chunks(tensors, self._limits)
+        yield ResultHeader(header.request_id, describe_tensors(tensors), next(chunks, None))
+        yield from chunks
         if header.want_statistics:
             yield Statistics(result.statistics.to_json())
 

@@ -33,6 +33,10 @@ def partition_command(
         Literal["standard", "long"],
         typer.Option("--security", help="long: N = 4096 at least, for data that must stay secret for decades."),
     ] = "standard",
+    batch_hints: Annotated[
+        bool,
+        typer.Option("--batch-hints", help="Add hints for batches of up to N samples: large, and fast for thousands."),
+    ] = False,
     rotate: Annotated[
         Path | None,
         typer.Option(
@@ -52,7 +56,7 @@ def partition_command(
     from partitioner import partition
 
     parameters = RingParameters.default(DEGREES[security])
-    result = partition(model, output, reference=reference, parameters=parameters)
+    result = partition(model, output, reference=reference, parameters=parameters, batch_hints=batch_hints)
     show_steps(result.plan)
     out.print(
         f"\nIn the clear, the parts give what the model gives: largest relative difference {result.difference:.1e}"

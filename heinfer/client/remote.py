@@ -104,8 +104,10 @@ class RemoteModel:
             QueryFailedError: as for `predict`.
         """
         inputs = self.prepare(x)
-        header = QueryHeader(next(self._ids), describe_tensors(inputs), statistics, trace_samples)
-        events: Iterator[QueryEvent] = itertools.chain([header], iterate_tensor_chunks(inputs, self._limits))
+        chunks = iterate_tensor_chunks(inputs, self._limits)
+        specs = describe_tensors(inputs)
+        header = QueryHeader(next(self._ids), specs, statistics, trace_samples, next(chunks, None))
+        events: Iterator[QueryEvent] = itertools.chain([header], chunks)
         _, tensors, found = read_result(call_infer(self._channel, events, self._limits), self._limits)
         outputs = {t.name: tensors[t.name] for t in self.description.outputs if t.name in tensors}
         trace = {name: array for name, array in tensors.items() if name not in outputs}

@@ -55,6 +55,7 @@ class ResidueProgram:
         program.check_arrays(arrays)
         self.program = program
         shapes, matrices = program.shapes, Matrices()
+        self._output_shapes = program.output_shapes
         self._run = [_compile(step, arrays, shapes, parameters, matrices) for step in program.steps]
 
     def evaluate(self, inputs: Sequence[Residues]) -> list[Residues]:
@@ -77,8 +78,10 @@ class ResidueProgram:
             values.append(np.ascontiguousarray(x).reshape(samples, prod(shape)))
         for run in self._run:
             values.append(run(values))
-        shapes = self.program.shapes
-        return [values[o].reshape(samples, *shapes[o]) for o in self.program.outputs]
+        return [
+            values[o].reshape(samples, *shape)
+            for o, shape in zip(self.program.outputs, self._output_shapes, strict=True)
+        ]
 
 
 def compile_step(step: Step, arrays: Arrays, shapes: Sequence[Shape], parameters: RingParameters) -> Operator:

@@ -10,7 +10,7 @@ from heinfer.plan.bundle import (
     load_server,
 )
 from heinfer.plan.files import read_bundle_plan, read_plan
-from heinfer.plan.hints import BlockHints, NodeHints, block_ring, public_polynomials
+from heinfer.plan.hints import BlockHints, NodeHints, batch_polynomials, block_ring, public_polynomials
 from heinfer.plan.schema import (
     Block,
     Digests,
@@ -39,6 +39,7 @@ __all__ = [
     "RoundStep",
     "ServerBundle",
     "TensorSpec",
+    "batch_polynomials",
     "block_ring",
     "load_node",
     "load_reference",

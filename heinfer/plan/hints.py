@@ -6,6 +6,7 @@
     digest      SHA-256 over everything else, 32 bytes: finds damage and mix-ups
     <b>.<i>     hint i of block b: residues packed to 50 bits, uint8 (rows, packed bytes), or weights, int16
     map.<name>  index maps that lie before or after weights
+    batch.<b>   on request: W(a) of a batch, one polynomial a value that comes back, packed
 
 Made in the owner's domain by the partitioner, and renewed from server/ by `heinfer partition --rotate`, while plan and
 server stay as they are. Seed and hints are not secret keys, but a hint determines the weights it was made of.
@@ -18,6 +19,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,14 +27,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.errors import PlanError
-from heinfer.operators import HintKind, PreparedForm, make_hints, map_names, prepare_form
+from heinfer.operators import HintKind, PreparedForm, ResidueProgram, make_hints, map_names, prepare_form
 from heinfer.plan.files import HINTS_FILE, read_arrays, write_arrays
 from heinfer.plan.schema import Block, Plan, PreparedInfo, RingInfo
-from heinfer.ring import RingParameters, expand_uniform, pack, packed_bytes
+from heinfer.ring import RingParameters, expand_uniform, pack, packed_bytes, run_tiles
 
 SEED_BYTES: Final = 32
 #: Age at which seed and hints should be renewed (design note "Encrypted linear algebra": what a fixed a is worth).
 LIFETIME_S: Final = 30 * 24 * 3600
+#: Added to the number of a block whose polynomials are for batches: they must not meet those of single samples.
+_BATCH_BLOCKS: Final = 2**32
+#: Coefficients that are evaluated at a time.
+_BATCH_COLUMNS: Final = 512
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -47,11 +53,12 @@ class BlockHints:
 
 @dataclass(frozen=True, slots=True)
 class NodeHints:
-    """Hints of all blocks, and the seed that they were made from."""
+    """Hints of all blocks, and the seed that they were made from; `batch` has one packed array a block, or is None."""
 
     seed: bytes
     created: int
     blocks: tuple[BlockHints, ...]
+    batch: tuple[NDArray[np.uint8], ...] | None
 
     @property
     def expired(self) -> bool:
@@ -81,6 +88,18 @@ def public_polynomials(plan: Plan, plan_hash: bytes, seed: bytes, block: int) ->
     return np.stack(made) if made else np.empty((0, ring.degree), np.int64)
 
 
+def batch_polynomials(plan: Plan, plan_hash: bytes, seed: bytes, block: int) -> NDArray[np.int64]:
+    """Expand the polynomials a of a batch, one a value that goes up; int64 in [0, q), shape (values, N)."""
+    ring = plan.ring.parameters
+    made = np.empty((plan.blocks[block].input_rows, ring.degree), np.int64)
+
+    def run(row: int) -> None:
+        made[row] = expand_uniform(seed, plan_hash, _BATCH_BLOCKS + block, row, ring)
+
+    run_tiles(run, range(len(made)))
+    return made
+
+
 def derive_form(block: Block, maps: Arrays, ring: RingInfo) -> PreparedForm | None:
     """Cut a block as the partitioner did, from the degree of the plan's ring on.
 
@@ -95,7 +114,7 @@ def derive_form(block: Block, maps: Arrays, ring: RingInfo) -> PreparedForm | No
     return form
 
 
-def write_hints(folder: Path, plan: Plan, plan_hash: bytes, arrays: Arrays) -> None:
+def write_hints(folder: Path, plan: Plan, plan_hash: bytes, arrays: Arrays, batch: bool = False) -> None:
     """Make hints from a fresh seed and write them, replacing earlier ones.
 
     Args:
@@ -103,6 +122,7 @@ def write_hints(folder: Path, plan: Plan, plan_hash: bytes, arrays: Arrays) -> N
         plan: the plan; nothing is written where a block has no prepared mode.
         plan_hash: its hash.
         arrays: the server's integer weights and index maps.
+        batch: whether to make hints for batches too, 12.8 KB a value that comes back at N = 2048.
     """
     if not plan.has_prepared_mode:
         return
@@ -119,6 +139,8 @@ def write_hints(folder: Path, plan: Plan, plan_hash: bytes, arrays: Arrays) -> N
         for number, hint in enumerate(make_hints(form, arrays, public, block_ring(plan, index))):
             content[f"{index}.{number}"] = hint if form.hints[number].kind is HintKind.ELEMENTWISE else pack(hint)
         content.update({f"map.{name}": arrays[name] for name in map_names(block.program)})
+        if batch:
+            content[f"batch.{index}"] = pack(_batch_hint(plan, plan_hash, seed, index, arrays))
     content["digest"] = _digest(content)
     work = folder.parent / f".{HINTS_FILE}"  # not in node/: what an interruption leaves there would not load
     try:
@@ -153,7 +175,45 @@ def read_hints(folder: Path, plan: Plan, plan_hash: bytes) -> NodeHints:
         assert form is not None  # the plan has prepared mode, or nobody reads hints
         packed = tuple(_packed(path, content, index, number, form) for number in range(len(form.hints)))
         blocks.append(BlockHints(form, maps, packed))
-    return NodeHints(seed, int(created[0]), tuple(blocks))
+    return NodeHints(seed, int(created[0]), tuple(blocks), _batch_hints(path, content, plan))
+
+
+def has_batch_hints(folder: Path) -> bool:
+    """Whether a node's folder has hints for batches; False where its hints can't be read."""
+    try:
+        return any(name.startswith("batch.") for name in read_arrays(folder / HINTS_FILE))
+    except PlanError:
+        return False
+
+
+def _batch_hint(plan: Plan, plan_hash: bytes, seed: bytes, block: int, arrays: Arrays) -> NDArray[np.int64]:
+    """Apply a block to the polynomials of a batch: coefficients are samples, as in standard mode."""
+    ring, program = plan.ring.parameters, plan.blocks[block].program
+    public = batch_polynomials(plan, plan_hash, seed, block)
+    operator = ResidueProgram(program, arrays, ring)
+    made = np.empty((plan.blocks[block].output_rows, ring.degree), np.int64)
+    for first in range(0, ring.degree, _BATCH_COLUMNS):
+        columns = slice(first, min(first + _BATCH_COLUMNS, ring.degree))
+        inputs, row = [], 0
+        for shape in program.inputs:
+            part = public[row : row + prod(shape), columns].T
+            inputs.append(np.ascontiguousarray(part).reshape(len(part), *shape))
+            row += prod(shape)
+        outputs = [y.reshape(len(y), -1) for y in operator.evaluate(inputs)]
+        made[:, columns] = np.concatenate(outputs, axis=1).T
+    return made
+
+
+def _batch_hints(path: Path, content: Arrays, plan: Plan) -> tuple[NDArray[np.uint8], ...] | None:
+    found = [name for name in content if name.startswith("batch.")]
+    if not found:
+        return None
+    hints = tuple(content.get(f"batch.{index}", np.empty(0)) for index in range(len(plan.blocks)))
+    for index, (hint, block) in enumerate(zip(hints, plan.blocks, strict=True)):
+        shape = (block.output_rows, packed_bytes(plan.ring.degree))
+        if hint.shape != shape or hint.dtype != np.uint8:
+            raise PlanError(f"{path}: the batch hint of block {index} is missing or not of shape {shape}")
+    return hints
 
 
 def _packed(path: Path, content: Arrays, block: int, number: int, form: PreparedForm) -> NDArray[Any]:

@@ -32,7 +32,8 @@ from trusted_node import preparation
 from trusted_node.preparation import PreparedQuery, Preparer, secret_memory
 from trusted_node.sampling import draw_noise, draw_ternary
 
-SAMPLES = 3
+#: Few samples are prepared polynomial by polynomial, many eight samples at a time: a full group, and a part of one.
+SAMPLES = (3, 10)
 THREADS = 8
 CELLS = 256
 
@@ -232,25 +233,29 @@ def decrypt(query: PreparedQuery, made: Case, block: int = 0) -> np.ndarray:
 # --- what masks and corrections are --------------------------------------------------------------------------------
 
 
-def test_masks_hide_noise_and_nothing_else_padding_included(case: Case, drawn: list[np.ndarray]) -> None:
-    query = query_of(case, SAMPLES)
+@pytest.mark.parametrize("samples", SAMPLES)
+def test_masks_hide_noise_and_nothing_else_padding_included(case: Case, drawn: list[np.ndarray], samples: int) -> None:
+    query = query_of(case, samples)
     masks, _ = query.material(0)
     q = case.node.plan.ring.modulus
     assert masks.min() >= 0
     assert masks.max() < q
     (secrets,) = drawn
-    assert len(secrets) == SAMPLES
-    for sample in range(SAMPLES):
+    assert len(secrets) == samples
+    for sample in range(samples):
         noise = centre((masks[sample] + case.positions_times(0, secrets[sample])) % q, q)
         assert np.abs(noise).max() <= NOISE_LIMIT
         assert len(np.unique(noise)) > 3
         # Another sample's secret explains nothing.
-        other = (masks[sample] + case.positions_times(0, secrets[(sample + 1) % SAMPLES])) % q
+        other = (masks[sample] + case.positions_times(0, secrets[(sample + 1) % samples])) % q
         assert (np.abs(centre(other, q)) > NOISE_LIMIT).all()
 
 
-def test_corrections_are_the_servers_program_on_a_times_s_exactly(case: Case, drawn: list[np.ndarray]) -> None:
-    query = query_of(case, SAMPLES)
+@pytest.mark.parametrize("samples", SAMPLES)
+def test_corrections_are_the_servers_program_on_a_times_s_exactly(
+    case: Case, drawn: list[np.ndarray], samples: int
+) -> None:
+    query = query_of(case, samples)
     _, corrections = query.material(0)
     for sample, secret in enumerate(drawn[0]):
         wanted = case.apply(0, case.positions_times(0, secret))
@@ -547,7 +552,7 @@ class Watched:
 
 def scratch_left(degree: int = 2048) -> bool:
     """Whether this thread's scratch memory holds anything."""
-    return any(scratch_array(name, degree, LANES).any() for name in ("secret", "products"))
+    return any(scratch_array(name, degree, LANES).any() for name in ("secrets", "products"))
 
 
 def test_prepare_leaves_no_secret_behind(two_blocks: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,8 +585,9 @@ def test_prepare_leaves_nothing_of_what_follows_the_weights(case: Case, monkeypa
 
 @pytest.mark.parametrize("function", ["make_masks", "make_polynomial_corrections", "make_dense_corrections"])
 @pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("samples", [3, 20])
 def test_failure_in_the_middle_of_prepare_wipes_what_was_made(
-    two_blocks: Case, monkeypatch: pytest.MonkeyPatch, function: str, threads: int
+    two_blocks: Case, monkeypatch: pytest.MonkeyPatch, function: str, threads: int, samples: int
 ) -> None:
     watched = Watched(monkeypatch)
     real, calls = getattr(preparation, function), []
@@ -594,7 +600,7 @@ def test_failure_in_the_middle_of_prepare_wipes_what_was_made(
 
     monkeypatch.setattr(preparation, function, fail_later)
     with pytest.raises(MemoryError):
-        two_blocks.preparer.prepare(4, threads=threads)
+        two_blocks.preparer.prepare(samples, threads=threads)
     (query,) = watched.queries
     assert not query._memory.any()
     with pytest.raises(LocalProtocolError):
