@@ -112,7 +112,7 @@ def main() -> None:
             figures = results[name] = measure(model, x[:count], y[:count])
             print(
                 f"{name}: online {figures['online_ms']:.1f} ms (median of {QUERIES}), prepared before in "
-                f"{figures["preparation_ms"]:.1f} ms, empty pool {figures["empty_pool_ms"]:.1f} ms, first query "
+                f"{figures['preparation_ms']:.1f} ms, empty pool {figures['empty_pool_ms']:.1f} ms, first query "
                 f"{figures['first_query_ms']:.1f} ms; {figures['bytes_up'] / 1e6:.2f} MB up, "
                 f"{figures['bytes_down'] / 1e6:.2f} MB down\n  split, ms: node {figures['encrypt_ms']:.1f} up "
                 f"{figures['decrypt_ms']:.1f} down {figures['node_operators_ms']:.1f} operators, server "

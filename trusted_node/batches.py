@@ -104,14 +104,14 @@ class BatchUpload:
         self._sent_at = 0.0
         self.waited_s = 0.0
 
-    def send(self, values: list[NDArray[np.float32]]) -> None:
-        """Encrypt and send the block's inputs, finite and of shape (samples, *shape)."""
+    def send(self, values: list[NDArray[np.float32]], peaks: list[NDArray[np.float64]]) -> None:
+        """Encrypt and send the block's inputs, finite and of shape (samples, *shape), with their `sample_peaks`."""
         if self._request_id:
             raise LocalProtocolError("an upload is encrypted once; make a new one")
         started = time.perf_counter()
         plan, material = self._bundle.plan, self._material
         samples = self._samples = len(values[0])
-        self._scales = scale_samples(values, plan.blocks[self._index].row_sum, material.ring)
+        self._scales = scale_samples(values, plan.blocks[self._index].row_sum, material.ring, peaks)
         rows = np.concatenate([x.reshape(samples, -1).T for x in values]).astype(np.float32, copy=False)
         evaluations = material.transform.forward(self._secret)
         fill_lanes(evaluations[0], 0, self._lanes)

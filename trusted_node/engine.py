@@ -284,8 +284,9 @@ class _Group:
         session = engine.link.acquire()
         upload = engine.start_upload(index, session, self._mode, self._taken, self._statistics)
         pending.append((index, session, upload))
-        values = [self._finite(tensors[t.name], t.name) for t in self._plan.blocks[index].inputs]
-        upload.send(values)
+        checked = [self._finite(tensors[t.name], t.name) for t in self._plan.blocks[index].inputs]
+        values = [x for x, _ in checked]
+        upload.send(values, [peak for _, peak in checked])
         self._record(index, "input", values)
 
     def _receive(self, pending: deque[tuple[int, LinkSession, AnyUpload]]) -> dict[str, NDArray[Any]]:
@@ -299,15 +300,16 @@ class _Group:
         specs = self._plan.blocks[index].outputs
         return {t.name: y for t, y in zip(specs, result.outputs, strict=True)}
 
-    def _finite(self, values: NDArray[Any], name: str) -> NDArray[np.float32]:
-        """Return the values, with zeros for every sample that holds something not finite."""
-        bad = ~np.isfinite(sample_peaks(values))
+    def _finite(self, values: NDArray[Any], name: str) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+        """Return the values, zeros for every sample that holds something not finite, and max |x| of each sample."""
+        peaks = sample_peaks(values)
+        bad = ~np.isfinite(peaks)
         if not bad.any():
-            return values
+            return values, peaks
         self._fail(f"tensor {name!r} holds NaN or infinity for sample {int(np.argmax(bad))} of its group")
         clean = values.copy()
         clean[bad] = 0
-        return clean
+        return clean, np.where(bad, 0.0, peaks)
 
     def _record(self, block: int, kind: str, arrays: list[NDArray[Any]]) -> None:
         if self._traced:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ _DONT_DUMP, _WIPE_ON_FORK = 16, 18
 _WORD: Final = 8
 #: From so many samples on, a job takes LANES samples at once; below, most lanes would be empty.
 _LANES_OF_SAMPLES: Final = 4
+#: Memory that is kept for coming queries.
+_SPARE_BYTES: Final = 200 * 2**20
 
 
 class BlockMaterial:
@@ -124,15 +127,26 @@ class PreparedQuery:
         made_at: `time.monotonic()` when its first secret was drawn.
     """
 
-    __slots__ = ("_corrections", "_masks", "_materials", "_memory", "_owner", "_pending", "made_at", "samples")
+    __slots__ = (
+        "_corrections",
+        "_masks",
+        "_materials",
+        "_memory",
+        "_owner",
+        "_pending",
+        "_spare",
+        "made_at",
+        "samples",
+    )
 
-    def __init__(self, materials: Sequence[BlockMaterial], samples: int) -> None:
+    def __init__(self, materials: Sequence[BlockMaterial], samples: int, spare: _SpareMemory) -> None:
         self.samples = samples
         self.made_at = time.monotonic()
         self._owner = os.getpid()
         self._materials = materials
         sizes = [(m.form.values_up, m.form.values_down) for m in materials]
-        self._memory = secret_memory(samples * sum(up + down for up, down in sizes))
+        self._spare = spare
+        self._memory: Residues | None = spare.take(samples * sum(up + down for up, down in sizes))
         self._masks: dict[int, Residues] = {}
         self._corrections: dict[int, Residues] = {}
         first = 0
@@ -158,9 +172,10 @@ class PreparedQuery:
             LocalProtocolError: used before, or in another process than the one that made it.
         """
         material, masks = self._take(block, self._masks)
-        self._pending.add(block)
         if masks.shape[0] != len(x):
+            wipe(masks)
             raise LocalProtocolError(f"prepared for {masks.shape[0]} samples, found {len(x)}")
+        self._pending.add(block)
         add_to_masks(x, scale, material.form.gather, material.ring.modulus, masks)
         return masks
 
@@ -182,6 +197,9 @@ class PreparedQuery:
             raise LocalProtocolError(f"block {block}: nothing was encrypted that could be decrypted")
         material, corrections = self._take(block, self._corrections)
         self._pending.discard(block)
+        if y.shape != corrections.shape:
+            wipe(corrections)
+            raise LocalProtocolError(f"block {block}: expected an answer of shape {corrections.shape}, found {y.shape}")
         out = np.empty(y.shape, np.float32)
         remove_corrections(y, corrections, scale, material.scale, material.bias, material.ring.modulus, out)
         return out
@@ -191,11 +209,17 @@ class PreparedQuery:
         return self._masks[block], self._corrections[block]
 
     def wipe(self) -> None:
-        """Overwrite everything; what is left can't be used."""
+        """Overwrite what is secret; nothing is left that could be used.
+
+        Masks that were used are ciphertexts by now, and corrections that were used are zeros.
+        """
+        wipe(*self._masks.values(), *self._corrections.values())
         self._masks.clear()
         self._corrections.clear()
         self._pending.clear()
-        wipe(self._memory)
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self._spare.give_back(memory)
 
     def _take(self, block: int, arrays: dict[int, Residues]) -> tuple[BlockMaterial, Residues]:
         if os.getpid() != self._owner:
@@ -214,6 +238,34 @@ class PreparedQuery:
     def __deepcopy__(self, memo: object) -> Never:
         """Refuse."""
         raise TypeError("a prepared query can't be copied or pickled")
+
+
+class _SpareMemory:
+    """Memory of queries that are over, for the next ones: what the system maps anew costs more than what goes into it.
+
+    Safe to use from several threads. Who takes memory overwrites all of it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[int, list[Residues]] = {}
+        self._bytes = 0
+
+    def take(self, words: int) -> Residues:
+        """Return memory of some length, its contents arbitrary but not secret."""
+        with self._lock:
+            kept = self._kept.get(words)
+            if kept:
+                self._bytes -= words * _WORD
+                return kept.pop()
+        return secret_memory(words)
+
+    def give_back(self, memory: Residues) -> None:
+        """Keep memory that holds nothing secret any more, unless there is enough."""
+        with self._lock:
+            if self._bytes + memory.nbytes <= _SPARE_BYTES:
+                self._bytes += memory.nbytes
+                self._kept.setdefault(len(memory), []).append(memory)
 
 
 def secret_memory(words: int) -> Residues:
@@ -252,6 +304,7 @@ class Preparer:
         assert bundle.hints is not None  # the caller has looked
         for ring in {block_ring(bundle.plan, i) for i in range(len(bundle.plan.blocks))}:
             transform_self_test(ring)
+        self._spare = _SpareMemory()
         self.materials = [BlockMaterial(bundle, i, hints) for i, hints in enumerate(bundle.hints.blocks)]
 
     @property
@@ -266,7 +319,7 @@ class Preparer:
             samples: how many samples it is for; each has its own secrets.
             threads: most threads to use; None: the cores of this process.
         """
-        query = PreparedQuery(self.materials, samples)
+        query = PreparedQuery(self.materials, samples, self._spare)
         secrets: list[NDArray[Any]] = []
         jobs: list[_Job] = []
         try:

@@ -56,14 +56,14 @@ class PreparedUpload:
         self._sent_at = 0.0
         self.waited_s = 0.0
 
-    def send(self, values: list[NDArray[np.float32]]) -> None:
-        """Encrypt and send the block's inputs, finite and of shape (samples, *shape)."""
+    def send(self, values: list[NDArray[np.float32]], peaks: list[NDArray[np.float64]]) -> None:
+        """Encrypt and send the block's inputs, finite and of shape (samples, *shape), with their `sample_peaks`."""
         if self._request_id:
             raise LocalProtocolError("an upload is encrypted once; make a new one")
         started = time.perf_counter()
         plan, form = self._bundle.plan, self._hints.form
         samples = len(values[0])
-        self._scales = scale_samples(values, plan.blocks[self._index].row_sum, plan.ring.parameters)
+        self._scales = scale_samples(values, plan.blocks[self._index].row_sum, plan.ring.parameters, peaks)
         x, scale = self._gathered(values)
         parts, first = [], 0
         for query in self._queries:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heinfer.ring import RingParameters, RowNorms, input_scale
+from heinfer.ring import RingParameters, RowNorms, input_scale, kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,44 @@ class SampleScales:
 def sample_peaks(x: NDArray[Any]) -> NDArray[np.float64]:
     """Return max |x| of every sample, shape (samples,): not finite exactly where the sample is not."""
     flat = x.reshape(len(x), -1)
+    if flat.dtype == np.float32:
+        bits = np.zeros(len(flat), np.uint32)
+        _largest_bits(np.ascontiguousarray(flat).view(np.uint32), bits)
+        return bits.view(np.float32).astype(np.float64)
     if not flat.shape[1]:
         return np.zeros(len(x))
     return np.asarray(np.maximum(flat.max(axis=1), -flat.min(axis=1)), np.float64)
 
 
-def scale_samples(values: Sequence[NDArray[Any]], row_sum: int, parameters: RingParameters) -> SampleScales:
+@kernel
+def _largest_bits(x: NDArray[np.uint32], out: NDArray[np.uint32]) -> None:
+    """Write the largest magnitude of every row of float32 bit patterns.
+
+    Without their signs, patterns are ordered as the magnitudes are, infinity above numbers and NaN above infinity; and
+    a largest integer is found with vectors, which a largest float is not.
+    """
+    for sample in range(x.shape[0]):
+        row = x[sample]
+        largest = np.uint32(0)
+        for i in range(row.size):
+            largest = max(largest, row[i] & np.uint32(0x7FFFFFFF))
+        out[sample] = largest
+
+
+def scale_samples(
+    values: Sequence[NDArray[Any]],
+    row_sum: int,
+    parameters: RingParameters,
+    peaks: Sequence[NDArray[np.float64]] | None = None,
+) -> SampleScales:
     """Choose the scales of an upload.
 
     Args:
         values: its tensors, finite, shape (samples, *shape) each.
         row_sum: L of the block.
         parameters: ring.
+        peaks: their `sample_peaks`, where they are known.
     """
-    peak = np.max([sample_peaks(x) for x in values], axis=0) if len(values) > 1 else sample_peaks(values[0])
+    found = [sample_peaks(x) for x in values] if peaks is None else peaks
+    peak = np.max(found, axis=0) if len(found) > 1 else found[0]
     return SampleScales(input_scale(peak, row_sum, parameters), peak, tuple(values))

@@ -64,14 +64,14 @@ class Upload:
         self._sent_at = 0.0
         self.waited_s = 0.0
 
-    def send(self, values: list[NDArray[np.float32]]) -> None:
-        """Encrypt and send the block's inputs, finite and of shape (samples, *shape)."""
+    def send(self, values: list[NDArray[np.float32]], peaks: list[NDArray[np.float64]]) -> None:
+        """Encrypt and send the block's inputs, finite and of shape (samples, *shape), with their `sample_peaks`."""
         if self._sent:
             raise LocalProtocolError("an upload is encrypted once; make a new one")
         self._sent = True
         started = time.perf_counter()
         samples = len(values[0])
-        self._scales = scale_samples(values, self._block.row_sum, self._bundle.plan.ring.parameters)
+        self._scales = scale_samples(values, self._block.row_sum, self._bundle.plan.ring.parameters, peaks)
         rows = np.concatenate([x.reshape(samples, -1).T for x in values]).astype(np.float32, copy=False)
         self._samples = samples
         self._request_id = self._session.open_request(self._index, samples)

@@ -506,17 +506,46 @@ def test_secret_memory_is_all_that_was_asked_for_and_its_own() -> None:
     assert secret_memory(0).shape == (0,)
 
 
-def test_memory_is_zero_after_wipe_and_held_something_before(two_blocks: Case) -> None:
+def test_memory_is_zero_after_wipe_but_for_ciphertexts(two_blocks: Case) -> None:
     query = query_of(two_blocks, 2)
     memory = query._memory
     views = [array for block in (0, 1) for array in query.material(block)]
     assert sum(view.size for view in views) == memory.size
     assert all(view.any() for view in views)
+    masks = views[0].copy()
     b = encrypt(query, two_blocks)
+    assert (b != masks).all()
+    sent = b.copy()
     query.wipe()
-    assert not memory.any()
-    assert not b.any()
-    assert not any(view.any() for view in views)
+    assert np.array_equal(memory[: sent.size].reshape(sent.shape), sent)  # what the server has seen anyway
+    assert not memory[sent.size :].any()
+    assert not any(view.any() for view in views[1:])
+
+
+@pytest.mark.parametrize("part", ["samples", "answer"])
+def test_what_does_not_fit_wipes_what_it_would_have_used(two_blocks: Case, part: str) -> None:
+    query = query_of(two_blocks, 2)
+    masks, corrections = query.material(0)
+    x = np.zeros((3 if part == "samples" else 2, 100), np.float32)
+    if part == "samples":
+        with pytest.raises(LocalProtocolError):
+            query.encrypt(0, x, np.ones(3))
+        assert not masks.any()
+        return
+    encrypt(query, two_blocks)
+    with pytest.raises(LocalProtocolError):
+        query.decrypt(0, np.zeros((2, corrections.shape[1] + 1), np.int64), np.ones(2))
+    assert not corrections.any()
+
+
+def test_memory_is_used_again_and_overwritten(two_blocks: Case) -> None:
+    first = query_of(two_blocks, 2)
+    memory, before = first._memory, first._memory.copy()
+    first.wipe()
+    second = query_of(two_blocks, 2)
+    assert second._memory is memory
+    assert (memory != before)[memory != 0].all()  # a row of zeros has zeros for corrections
+    assert query_of(two_blocks, 2)._memory is not memory
 
 
 def test_corrections_are_zero_after_decrypt(two_blocks: Case) -> None:
@@ -536,6 +565,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.secret: list[np.ndarray] = []
         self.queries: list[PreparedQuery] = []
+        self.memories: list[np.ndarray | None] = []
         monkeypatch.setattr(preparation, "draw_ternary", lambda *a: self._keep(draw_ternary(*a)))
         monkeypatch.setattr(preparation, "draw_noise", lambda *a: self._keep(draw_noise(*a)))
         monkeypatch.setattr(preparation, "PreparedQuery", self._query)
@@ -547,6 +577,7 @@ class Watched:
     def _query(self, *arguments: object) -> PreparedQuery:
         query = PreparedQuery(*arguments)  # type: ignore[arg-type]
         self.queries.append(query)
+        self.memories.append(query._memory)
         return query
 
 
@@ -601,8 +632,10 @@ def test_failure_in_the_middle_of_prepare_wipes_what_was_made(
     monkeypatch.setattr(preparation, function, fail_later)
     with pytest.raises(MemoryError):
         two_blocks.preparer.prepare(samples, threads=threads)
-    (query,) = watched.queries
-    assert not query._memory.any()
+    (query,), memories = watched.queries, watched.memories
+    assert query._memory is None
+    assert memories[0] is not None
+    assert not memories[0].any()
     with pytest.raises(LocalProtocolError):
         encrypt(query, two_blocks)
     assert not any(array.any() for array in watched.secret)

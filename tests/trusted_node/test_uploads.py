@@ -11,6 +11,7 @@ from heinfer.errors import LocalProtocolError, RemoteProtocolError
 from heinfer.plan import load_node
 from heinfer.wire import Limits
 from tests.parties import WatchedPool, parties
+from trusted_node.scaling import sample_peaks
 from trusted_node.statistics import QueryStatistics
 from trusted_node.uploads import Upload
 
@@ -46,8 +47,8 @@ def test_upload_second_send_is_refused(dense_bundle: Path, pool: WatchedPool) ->
     statistics = QueryStatistics.empty(len(bundle.plan.blocks), bundle.plan.rounds)
     with parties(dense_bundle, pool) as both, both.engine.link.session() as session:
         upload = Upload(bundle, 0, session, pool, statistics, Limits())
-        upload.send([X])
+        upload.send([X], [sample_peaks(X)])
         with pytest.raises(LocalProtocolError, match="once"):
-            upload.send([X])
+            upload.send([X], [sample_peaks(X)])
         assert upload.receive(0).outputs[0].shape == (2, 4)
     assert not any(pool.live[0])
