@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ from trusted_node.workers import CryptoPool
 GROUPS_IN_FLIGHT = 3
 #: Uploads of one group under way at once; each holds a stream, of which a server has a few dozen.
 UPLOADS_IN_FLIGHT = 4
+_WARM_UPS = 3
 #: Prepared bytes, and samples, of one group.
 PREPARED_BYTES, PREPARED_SAMPLES = 64 * 2**20, 256
 
@@ -118,6 +120,16 @@ class Engine:
         self._batches = BatchMaterials(bundle) if hints is not None and hints.batch is not None else None
         self.runner = PlanRunner(bundle.plan, bundle.submodels, core_count())
         self._threads = ThreadPoolExecutor(GROUPS_IN_FLIGHT, thread_name_prefix="heinfer-group")
+
+    def warm_up(self) -> None:
+        """Run a query of zeros, so that the first real one finds kernels, sub-models and connections ready.
+
+        What zeros do to the model does not matter; a server that is not there is found by the first real query.
+        """
+        specs = self.bundle.plan.inputs
+        for _ in range(_WARM_UPS):
+            with suppress(HeinferError):
+                self.infer({t.name: np.zeros((1, *t.shape), t.dtype) for t in specs})
 
     def close(self) -> None:
         """Wait for what runs, then stop."""

@@ -17,6 +17,7 @@ from heinfer.cli.screen import ModeOption, err, progress
 
 if TYPE_CHECKING:
     from trusted_node.link import ServerLink
+    from trusted_node.pool import PreparedPool
 
 #: Seconds that a node waits for its server to come up.
 SERVER_WAIT_S = 20.0
@@ -104,16 +105,26 @@ def node_command(
             ready = stack.enter_context(PreparedPool(Preparer(bundle), prepared))
             if bundle.hints.expired:
                 err.print("seed and hints are older than 30 days: renew them with `heinfer partition --rotate`")
-            ready.wait_full(POOL_WAIT_S)
         else:
             pool.start()
         engine = Engine(bundle, link, pool, limits, ready, choice)
+        if ready is not None:
+            engine.warm_up()
+            _fill(ready)
         try:
             service = NodeService(engine, listening, limits, allow_trace)
             _run(service, f"node for {bundle.plan.model.name}, server {serving}", with_parent)
         finally:
             link.close()  # first: what waits for the server fails at once
             engine.close()
+
+
+def _fill(pool: PreparedPool) -> None:
+    """Wait until the pool is full, or for `POOL_WAIT_S`: a node answers without as well."""
+    deadline = time.monotonic() + POOL_WAIT_S
+    with progress() as tell:
+        while not pool.wait_full(0.1) and time.monotonic() < deadline:
+            tell("preparing", pool.ready, pool.size)
 
 
 def _await_server(link: ServerLink, server: str) -> None:

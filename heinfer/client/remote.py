@@ -18,6 +18,7 @@ from heinfer.wire import (
     Limits,
     QueryEvent,
     QueryHeader,
+    call_ask,
     call_describe,
     call_infer,
     describe_tensors,
@@ -107,8 +108,13 @@ class RemoteModel:
         chunks = iterate_tensor_chunks(inputs, self._limits)
         specs = describe_tensors(inputs)
         header = QueryHeader(next(self._ids), specs, statistics, trace_samples, next(chunks, None))
-        events: Iterator[QueryEvent] = itertools.chain([header], chunks)
-        _, tensors, found = read_result(call_infer(self._channel, events, self._limits), self._limits)
+        second = next(chunks, None)
+        if second is None:
+            answer = call_ask(self._channel, header, self._limits)
+        else:
+            events: Iterator[QueryEvent] = itertools.chain([header, second], chunks)
+            answer = call_infer(self._channel, events, self._limits)
+        _, tensors, found = read_result(answer, self._limits)
         outputs = {t.name: tensors[t.name] for t in self.description.outputs if t.name in tensors}
         trace = {name: array for name, array in tensors.items() if name not in outputs}
         return Answer(outputs, json.loads(found.json) if found is not None else {}, trace)

@@ -159,8 +159,8 @@ def test_batch_upload_wipes_its_secret_even_when_nothing_comes_back(folders: dic
 
     upload = BatchUpload(node, 0, Session(), BatchMaterials(node), None, None)  # type: ignore[arg-type]
     assert upload._secret.any()
+    values = [np.ones((2, *t.shape), np.float32) for t in node.plan.blocks[0].inputs]
     with pytest.raises(RuntimeError):
-        values = [np.ones((2, *t.shape), np.float32) for t in node.plan.blocks[0].inputs]
         upload.send(values, [np.ones(2) for _ in values])
     upload.wipe()
     assert not upload._secret.any()

@@ -45,6 +45,11 @@ class NodeStub:
                 request_serializer=heinfer_dot_wire_dot_proto_dot_heinfer__pb2.QueryMessage.SerializeToString,
                 response_deserializer=heinfer_dot_wire_dot_proto_dot_heinfer__pb2.ResultMessage.FromString,
                 _registered_method=True)
+        self.Ask = channel.unary_stream(
+                '/heinfer.wire.Node/Ask',
+                request_serializer=heinfer_dot_wire_dot_proto_dot_heinfer__pb2.QueryMessage.SerializeToString,
+                response_deserializer=heinfer_dot_wire_dot_proto_dot_heinfer__pb2.ResultMessage.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -64,6 +69,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Ask(self, request, context):
+        """The same for a query of one message: its header, with all values inside.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +86,11 @@ def add_NodeServicer_to_server(servicer, server):
             ),
             'Infer': grpc.stream_stream_rpc_method_handler(
                     servicer.Infer,
+                    request_deserializer=heinfer_dot_wire_dot_proto_dot_heinfer__pb2.QueryMessage.FromString,
+                    response_serializer=heinfer_dot_wire_dot_proto_dot_heinfer__pb2.ResultMessage.SerializeToString,
+            ),
+            'Ask': grpc.unary_stream_rpc_method_handler(
+                    servicer.Ask,
                     request_deserializer=heinfer_dot_wire_dot_proto_dot_heinfer__pb2.QueryMessage.FromString,
                     response_serializer=heinfer_dot_wire_dot_proto_dot_heinfer__pb2.ResultMessage.SerializeToString,
             ),
@@ -131,6 +148,33 @@ class Node:
             request_iterator,
             target,
             '/heinfer.wire.Node/Infer',
+            heinfer_dot_wire_dot_proto_dot_heinfer__pb2.QueryMessage.SerializeToString,
+            heinfer_dot_wire_dot_proto_dot_heinfer__pb2.ResultMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ask(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/heinfer.wire.Node/Ask',
             heinfer_dot_wire_dot_proto_dot_heinfer__pb2.QueryMessage.SerializeToString,
             heinfer_dot_wire_dot_proto_dot_heinfer__pb2.ResultMessage.FromString,
             options,
