@@ -7,11 +7,13 @@ hint W(a), one polynomial a value that comes back, gives the correction. A LeNet
 with the secret: a tenth of what preparing its samples one by one does. Hints take 12.8 KB a value, so a bundle has them
 on request only (`heinfer partition --batch-hints`).
 
-The secret is drawn when the upload starts and wiped when it ends; every a_i meets it once. It never covers two queries.
+The secret is drawn when the upload is sent and wiped when it ends; every a_i meets it once. It never covers two
+queries.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -98,25 +100,28 @@ class BatchUpload:
         self._material = materials.of(block)
         self._statistics = statistics
         self._limits = limits
-        self._secret = draw_ternary(1, self._material.ring.degree)
-        self._lanes = np.empty((self._material.ring.degree, LANES))
+        self._owner = os.getpid()
+        self._sent = False
+        self._lanes = np.zeros((self._material.ring.degree, LANES))
         self._request_id = 0
         self._sent_at = 0.0
         self.waited_s = 0.0
 
     def send(self, values: list[NDArray[np.float32]], peaks: list[NDArray[np.float64]]) -> None:
         """Encrypt and send the block's inputs, finite and of shape (samples, *shape), with their `sample_peaks`."""
-        if self._request_id:
-            raise LocalProtocolError("an upload is encrypted once; make a new one")
+        if self._sent or os.getpid() != self._owner:
+            raise LocalProtocolError("an upload is encrypted once, by the process that made it; make a new one")
+        self._sent = True
         started = time.perf_counter()
         plan, material = self._bundle.plan, self._material
         samples = self._samples = len(values[0])
         self._scales = scale_samples(values, plan.blocks[self._index].row_sum, material.ring, peaks)
         rows = np.concatenate([x.reshape(samples, -1).T for x in values]).astype(np.float32, copy=False)
-        evaluations = material.transform.forward(self._secret)
+        secret = draw_ternary(1, material.ring.degree)
+        evaluations = material.transform.forward(secret)
         fill_lanes(evaluations[0], 0, self._lanes)
         to_residues(self._lanes, material.tables.modulus)
-        wipe(self._secret, evaluations)
+        wipe(secret, evaluations)
         size = packed_bytes(samples)
         self._request_id = self._session.open_request(self._index, samples, Mode.BATCH)
         encrypt_s = 0.0
@@ -150,7 +155,8 @@ class BatchUpload:
 
     def wipe(self) -> None:
         """Overwrite the secret."""
-        wipe(self._secret, self._lanes)
+        self._sent = True  # nothing can be sent any more
+        wipe(self._lanes)
 
     def _encrypt(self, first: int, x: NDArray[np.float32]) -> NDArray[np.int64]:
         """Encrypt some rows; the first is a multiple of LANES."""

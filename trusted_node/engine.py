@@ -294,7 +294,11 @@ class _Group:
     def _send(self, index: int, tensors: Tensors, pending: deque[tuple[int, LinkSession, AnyUpload]]) -> None:
         engine = self._engine
         session = engine.link.acquire()
-        upload = engine.start_upload(index, session, self._mode, self._taken, self._statistics)
+        try:
+            upload = engine.start_upload(index, session, self._mode, self._taken, self._statistics)
+        except BaseException:
+            session.close()
+            raise
         pending.append((index, session, upload))
         checked = [self._finite(tensors[t.name], t.name) for t in self._plan.blocks[index].inputs]
         values = [x for x, _ in checked]

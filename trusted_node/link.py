@@ -41,6 +41,10 @@ from heinfer.wire.codec import decode_server_event, encode_node_event
 Received = NodeEvent | ServerEvent | End | UploadComplete | AnswerComplete
 
 
+#: Sessions that are kept for the next upload; a burst needs more, and a server has other nodes to serve.
+_IDLE_SESSIONS = 8
+
+
 class ServerLink:
     """Connections to one server; safe to use from several threads.
 
@@ -87,7 +91,7 @@ class ServerLink:
     def release(self, session: LinkSession) -> None:
         """Take a session back whose answers have all been read."""
         with self._lock:
-            closed = self._closed
+            closed = self._closed or len(self._idle) >= _IDLE_SESSIONS
             if not closed:
                 self._idle.append(session)
         if closed:

@@ -181,6 +181,7 @@ class PreparedPool:
         self._ready = deque()
         self._changed = threading.Condition()
         self._closed = True
+        self.preparer.forget()
 
 
 _pools: weakref.WeakSet[PreparedPool] = weakref.WeakSet()

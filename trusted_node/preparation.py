@@ -208,17 +208,20 @@ class PreparedQuery:
         """Return masks and corrections to be filled; for `Preparer` alone, before anybody else has the query."""
         return self._masks[block], self._corrections[block]
 
-    def wipe(self) -> None:
+    def wipe(self, reuse: bool = True) -> None:
         """Overwrite what is secret; nothing is left that could be used.
 
         Masks that were used are ciphertexts by now, and corrections that were used are zeros.
+
+        Args:
+            reuse: whether the memory may serve another query.
         """
         wipe(*self._masks.values(), *self._corrections.values())
         self._masks.clear()
         self._corrections.clear()
         self._pending.clear()
         memory, self._memory = self._memory, None
-        if memory is not None:
+        if memory is not None and reuse:
             self._spare.give_back(memory)
 
     def _take(self, block: int, arrays: dict[int, Residues]) -> tuple[BlockMaterial, Residues]:
@@ -263,7 +266,10 @@ class _SpareMemory:
     def give_back(self, memory: Residues) -> None:
         """Keep memory that holds nothing secret any more, unless there is enough."""
         with self._lock:
-            if self._bytes + memory.nbytes <= _SPARE_BYTES:
+            if self._bytes + memory.nbytes > _SPARE_BYTES:  # lengths that will not come again are among these
+                self._kept.clear()
+                self._bytes = 0
+            if memory.nbytes <= _SPARE_BYTES:
                 self._bytes += memory.nbytes
                 self._kept.setdefault(len(memory), []).append(memory)
 
@@ -327,11 +333,15 @@ class Preparer:
                 jobs += self._draw(degree, samples, secrets, threads)
             run_tiles(lambda job: self._run(query, job), jobs, threads=threads)
         except BaseException:
-            query.wipe()
+            query.wipe(reuse=False)
             raise
         finally:
             wipe(*secrets)
         return query
+
+    def forget(self) -> None:
+        """In a forked child: the parent's lock may be held for ever."""
+        self._spare = _SpareMemory()
 
     def _draw(self, degree: int, samples: int, secrets: list[NDArray[Any]], threads: int | None) -> list[_Job]:
         """Draw secrets for all blocks of a degree, a fresh one for every block and sample."""
@@ -392,8 +402,11 @@ class Preparer:
                         data, hint.rows, secrets, ring, hint.reads, *strides, lanes, products, out
                     )
                 case HintKind.DENSE:
-                    plus, minus = (-(job.secrets == sign).astype(np.int64) for sign in (1, -1))
+                    plus, minus = (np.empty(job.secrets.shape, np.int64) for _ in range(2))
                     temporary += [plus, minus]
+                    for sign, bits in ((1, plus), (-1, minus)):
+                        np.equal(job.secrets, sign, out=bits, casting="unsafe")
+                        np.negative(bits, out=bits)
                     make_dense_corrections(data, plus, minus, material.ring.modulus, out)
                 case HintKind.ELEMENTWISE:
                     source = form.program.steps[hint.step].source  # type: ignore[union-attr]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import sys
 import threading
@@ -96,6 +97,7 @@ def node_command(
     bundle = load_node(folder)
     link = ServerLink(serving, bundle.plan_hash, block_shapes(bundle.plan), limits)
     _await_server(link, server)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold secrets and masks
     choice = ModeChoice(mode)
     choose_mode(bundle.plan, choice, 1)
     with ExitStack() as stack:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -65,7 +66,8 @@ def run_tiles(
         threads: most threads to use; None: the cores of this process.
 
     Raises:
-        Exception: the first one of the function that was noticed; tiles that have not started are dropped.
+        Exception: the first one of the function that was noticed; tiles that have not started are dropped, and none is
+            being worked on any more.
     """
     helpers = min(core_count() if threads is None else threads, len(tiles)) - 1
     if helpers < 1 or (work is not None and work < THREADED_WORK):
@@ -73,29 +75,60 @@ def run_tiles(
             function(tile)
         return
     pending = deque(tiles)
+    changed = threading.Condition()
+    active = 0
 
     def drain() -> None:
+        nonlocal active
         while True:
-            try:
+            with changed:
+                if not pending:
+                    return
                 tile = pending.popleft()
-            except IndexError:
-                return
+                active += 1
             try:
                 function(tile)
             except BaseException:
-                pending.clear()
+                with changed:
+                    pending.clear()
                 raise
+            finally:
+                with changed:
+                    active -= 1
+                    changed.notify_all()
 
     if not _pool:
         _pool.append(ThreadPoolExecutor(core_count(), thread_name_prefix="heinfer-tile"))
-    futures = [_pool[0].submit(drain) for _ in range(helpers)]
+    futures: list[Future[None]] = []
     try:
+        for _ in range(helpers):
+            futures.append(_pool[0].submit(drain))
         drain()
+    except BaseException:
+        with changed:
+            pending.clear()
+        raise
     finally:
-        started = [future for future in futures if not future.cancel()]
-        wait(started)
-    for future in started:
-        future.result()
+        for future in futures:
+            future.cancel()
+        _wait_whatever_comes(changed, lambda: active == 0)
+    for future in futures:
+        if not future.cancelled():
+            future.result()
+
+
+def _wait_whatever_comes(condition: threading.Condition, reached: Callable[[], bool]) -> None:
+    """Wait, and raise an interruption only when what was waited for is reached: callers wipe and reuse memory then."""
+    interruption: BaseException | None = None
+    while True:
+        try:
+            with condition:
+                condition.wait_for(reached)
+            break
+        except BaseException as error:
+            interruption = error
+    if interruption is not None:
+        raise interruption
 
 
 class ModularMatrix:

@@ -38,8 +38,8 @@ from heinfer.wire import (
 )
 
 logger = logging.getLogger(__name__)
-#: Connections served at once; a node opens a few.
-WORKERS = 32
+#: Connections served at once: a node may open 76, four uploads for each of 16 small queries and three groups.
+WORKERS = 128
 
 
 class OpenRequest(Protocol):

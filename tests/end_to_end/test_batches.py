@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heinfer.errors import PlanError
+from heinfer.errors import LocalProtocolError, PlanError
 from heinfer.plan import batch_polynomials, load_node, load_reference, load_server, public_polynomials, read_plan
 from heinfer.plan.hints import has_batch_hints
 from heinfer.ring import NOISE_LIMIT, packed_bytes
@@ -158,13 +158,29 @@ def test_batch_upload_wipes_its_secret_even_when_nothing_comes_back(folders: dic
             raise RuntimeError("gone")
 
     upload = BatchUpload(node, 0, Session(), BatchMaterials(node), None, None)  # type: ignore[arg-type]
-    assert upload._secret.any()
     values = [np.ones((2, *t.shape), np.float32) for t in node.plan.blocks[0].inputs]
     with pytest.raises(RuntimeError):
         upload.send(values, [np.ones(2) for _ in values])
+    assert upload._lanes.any()
+    with pytest.raises(LocalProtocolError):
+        upload.send(values, [np.ones(2) for _ in values])
     upload.wipe()
-    assert not upload._secret.any()
     assert not upload._lanes.any()
+
+
+def test_batch_upload_of_another_process_or_after_wipe_sends_nothing(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = load_node(folders["two_sided"] / "bundle" / "node")
+    values = [np.ones((2, *t.shape), np.float32) for t in node.plan.blocks[0].inputs]
+    for spoil in ("wipe", "process"):
+        upload = BatchUpload(node, 0, None, BatchMaterials(node), None, None)  # type: ignore[arg-type]
+        if spoil == "wipe":
+            upload.wipe()
+        else:
+            monkeypatch.setattr(upload, "_owner", -1)
+        with pytest.raises(LocalProtocolError):
+            upload.send(values, [np.ones(2) for _ in values])
 
 
 def test_batch_with_nan_inside_looks_the_same_to_the_server(folders: dict[str, Path], pool: WatchedPool) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -256,3 +258,29 @@ def test_run_tiles_nested_and_concurrent_calls_do_not_deadlock() -> None:
         for call in [callers.submit(run_tiles, outer, range(10), threads=4) for _ in range(8)]:
             call.result(timeout=60)
     assert len(done) == 800
+
+
+def test_tiles_that_run_are_waited_for_when_a_thread_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers wipe and reuse memory after an error: nobody may be writing there then."""
+    begun, finished, calls = threading.Event(), [], []
+
+    def work(tile: int) -> None:
+        begun.set()
+        time.sleep(0.2)
+        finished.append(tile)
+
+    class Pool:
+        def submit(self, function: Callable[[], None]) -> Future[None]:
+            calls.append(function)
+            if len(calls) == 2:
+                assert begun.wait(5)
+                raise RuntimeError("can't start new thread")
+            threading.Thread(target=function).start()
+            return Future()
+
+    monkeypatch.setattr(product, "_pool", [Pool()])
+    with pytest.raises(RuntimeError, match="new thread"):
+        product.run_tiles(work, range(50), threads=3)
+    assert len(finished) == 1  # the one that had begun, to its end
+    time.sleep(0.3)
+    assert len(finished) == 1
