@@ -137,3 +137,21 @@ def two_sided_model(path: Path) -> Path:
         | _weights("right", rng.normal(size=(4, 2)))
         | _weights("last", rng.normal(size=(2, 4)), rng.normal(size=2)),
     )
+
+
+def padded_model(path: Path, seed: int, deviation: float) -> Path:
+    """x (2, 6, 6) -> Conv (3 filters, padding 1) -> Relu -> Flatten -> Gemm (5) -> y, no row of weights zero."""
+    rng = np.random.default_rng(seed)
+    constants = {"k": (3, 2, 3, 3), "c": (3,), "w": (5, 108), "b": (5,)}
+    return save_model(
+        path,
+        [
+            helper.make_node("Conv", ["x", "k", "c"], ["h"], name="conv", kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+            helper.make_node("Relu", ["h"], ["r"], name="relu"),
+            helper.make_node("Flatten", ["r"], ["f"], name="flatten"),
+            helper.make_node("Gemm", ["f", "w", "b"], ["y"], name="dense", transB=1),
+        ],
+        {"x": [2, 6, 6]},
+        {"y": [5]},
+        {name: (deviation * rng.normal(size=shape)).astype(np.float32) for name, shape in constants.items()},
+    )

@@ -27,7 +27,7 @@ from heinfer.plan import NodeBundle, batch_polynomials
 from heinfer.ring import LANES, RingParameters, Transform, pack, packed_bytes, run_tiles, scratch_array, unpack
 from heinfer.wire import BlockAnswer, Limits, Mode
 from trusted_node.link import LinkSession
-from trusted_node.masking import Ring, decrypt_rows, encrypt_rows, fill_lanes, to_residues
+from trusted_node.masking import decrypt_rows, encrypt_rows, fill_lanes, tables_of, to_residues
 from trusted_node.results import BlockResult, finish_outputs, row_terms
 from trusted_node.sampling import draw_noise, draw_ternary, wipe
 from trusted_node.scaling import scale_samples
@@ -45,9 +45,7 @@ class BatchMaterial:
         self.ring: RingParameters = bundle.plan.ring.parameters
         transform = Transform.of(self.ring)
         self.transform = transform
-        self.tables = Ring(
-            transform.modulus, transform.modulus_inverse, transform.inverse_roots, transform.degree_inverse
-        )
+        self.tables = tables_of(transform)
         assert bundle.hints is not None  # the caller has looked
         self.public = transform.forward(batch_polynomials(bundle.plan, bundle.plan_hash, bundle.hints.seed, block))
         self.hints = transform.forward(unpack(packed, self.ring.degree, self.ring.modulus))

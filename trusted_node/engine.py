@@ -39,7 +39,7 @@ from trusted_node.workers import CryptoPool
 
 #: Groups of samples under way at once: one encrypts, one is at the server, one decrypts.
 GROUPS_IN_FLIGHT = 3
-#: Uploads of one group under way at once; each holds a stream, of which a server has a few dozen.
+#: Uploads of one group under way at once; each holds a session, of which a server serves a limited number.
 UPLOADS_IN_FLIGHT = 4
 _WARM_UPS = 3
 #: Prepared bytes, and samples, of one group.
@@ -160,15 +160,15 @@ class Engine:
             traced = max(0, min(trace_samples - start, size, samples - start))
             part = {name: x[start : start + size] for name, x in inputs.items()}
             groups.append((_Group(self, statistics, traced, mode), part))
-        results = self._run(groups)
+        results = self._run(groups, mode)
         names = [t.name for t in plan.outputs]
         traces = [group.trace for group, _ in groups if group.trace]
         trace = {name: np.concatenate([t[name] for t in traces]) for name in (traces[0] if traces else ())}
         return QueryResult({n: np.concatenate([r[n] for r in results]) for n in names}, statistics, trace)
 
-    def _run(self, groups: list[tuple[_Group, dict[str, NDArray[Any]]]]) -> list[dict[str, NDArray[Any]]]:
-        """Run groups, a few at a time; a small query runs in the caller's thread, which is the fastest."""
-        if len(groups) == 1 and groups[0][0].is_small:
+    def _run(self, groups: list[tuple[_Group, dict[str, NDArray[Any]]]], mode: Mode) -> list[dict[str, NDArray[Any]]]:
+        """Run groups, a few at a time; a single prepared one runs in the caller's thread, which is the fastest."""
+        if len(groups) == 1 and mode is Mode.PREPARED:
             group, part = groups[0]
             return [group.run(part)]
         futures = [self._threads.submit(group.run, part) for group, part in groups]
@@ -217,11 +217,6 @@ class _Group:
         self.trace: dict[str, NDArray[Any]] = {}
         self._failure: DataError | None = None
         self._away_s = 0.0
-
-    @property
-    def is_small(self) -> bool:
-        """Whether a thread of its own is not worth while."""
-        return self._mode is Mode.PREPARED
 
     def run(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
         """Run all steps; raise what the data caused only when the server has seen all rounds."""

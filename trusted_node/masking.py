@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from heinfer.ring import LANES, inverse_group, kernel, multiply_mod
+from heinfer.ring import LANES, Transform, inverse_group, kernel, multiply_mod
 
 Floats = NDArray[np.float64]
 Residues = NDArray[np.int64]
@@ -29,6 +29,11 @@ class Ring(NamedTuple):
     inverse: float
     roots: Floats
     degree_inverse: float
+
+
+def tables_of(transform: Transform) -> Ring:
+    """Return a transform's tables for kernels."""
+    return Ring(transform.modulus, transform.modulus_inverse, transform.inverse_roots, transform.degree_inverse)
 
 
 @kernel

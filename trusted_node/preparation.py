@@ -32,7 +32,6 @@ from heinfer.operators.steps import WEIGHTED, Take
 from heinfer.plan import BlockHints, NodeBundle, block_ring, public_polynomials
 from heinfer.ring import LANES, RingParameters, Transform, run_tiles, scratch_array, transform_self_test, unpack
 from trusted_node.masking import (
-    Ring,
     add_to_masks,
     fill_lanes,
     make_dense_corrections,
@@ -40,6 +39,7 @@ from trusted_node.masking import (
     make_masks,
     make_polynomial_corrections,
     remove_corrections,
+    tables_of,
     to_residues,
 )
 from trusted_node.results import row_terms
@@ -73,10 +73,7 @@ class BlockMaterial:
         self.form: PreparedForm = hints.form
         self.ring: RingParameters = block_ring(bundle.plan, block)
         self.transform = Transform.of(self.ring)
-        transform = self.transform
-        self.tables = Ring(
-            transform.modulus, transform.modulus_inverse, transform.inverse_roots, transform.degree_inverse
-        )
+        self.tables = tables_of(self.transform)
         self.public = self.transform.forward(
             public_polynomials(bundle.plan, bundle.plan_hash, bundle.hints.seed, block)
         )

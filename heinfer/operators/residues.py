@@ -83,6 +83,22 @@ class ResidueProgram:
             for o, shape in zip(self.program.outputs, self._output_shapes, strict=True)
         ]
 
+    def evaluate_joined(self, residues: Residues) -> Residues:
+        """Evaluate the program on inputs that lie one after the other, as they travel.
+
+        Args:
+            residues: int64 in [0, q), shape (samples, elements of all inputs), any strides.
+
+        Returns:
+            int64 in [0, q), shape (samples, elements of all outputs).
+        """
+        samples, inputs, first = len(residues), [], 0
+        for shape in self.program.inputs:
+            inputs.append(residues[:, first : first + prod(shape)].reshape(samples, *shape))
+            first += prod(shape)
+        outputs = [y.reshape(samples, -1) for y in self.evaluate(inputs)]
+        return outputs[0] if len(outputs) == 1 else np.concatenate(outputs, axis=1)
+
 
 def compile_step(step: Step, arrays: Arrays, shapes: Sequence[Shape], parameters: RingParameters) -> Operator:
     """Make one step of a server program ready to run, for callers that evaluate only some.

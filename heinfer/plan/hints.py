@@ -19,7 +19,6 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -194,13 +193,7 @@ def _batch_hint(plan: Plan, plan_hash: bytes, seed: bytes, block: int, arrays: A
     made = np.empty((plan.blocks[block].output_rows, ring.degree), np.int64)
     for first in range(0, ring.degree, _BATCH_COLUMNS):
         columns = slice(first, min(first + _BATCH_COLUMNS, ring.degree))
-        inputs, row = [], 0
-        for shape in program.inputs:
-            part = public[row : row + prod(shape), columns].T
-            inputs.append(np.ascontiguousarray(part).reshape(len(part), *shape))
-            row += prod(shape)
-        outputs = [y.reshape(len(y), -1) for y in operator.evaluate(inputs)]
-        made[:, columns] = np.concatenate(outputs, axis=1).T
+        made[:, columns] = operator.evaluate_joined(np.ascontiguousarray(public[:, columns].T)).T
     return made
 
 

@@ -9,7 +9,6 @@ residues are transposed on the way in and out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +58,7 @@ class BlockEvaluator:
                 progress(index + 1, len(blocks))
 
     def evaluate(self, block: int, residues: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Evaluate a block in standard mode.
+        """Evaluate a block on rows of ciphertexts, as standard mode and batches have them.
 
         Args:
             block: index into the plan's blocks.
@@ -68,22 +67,7 @@ class BlockEvaluator:
         Returns:
             int64 in [0, q), shape (output rows, columns).
         """
-        program = self._program(block)
-        columns = residues.shape[1]
-        inputs, first = [], 0
-        for shape in program.program.inputs:
-            rows = residues[first : first + prod(shape)]
-            x = np.empty((columns, prod(shape)), np.int64)
-            _transpose(rows, x)
-            inputs.append(x.reshape(columns, *shape))
-            first += prod(shape)
-        result = np.empty((sum(map(prod, program.program.output_shapes)), columns), np.int64)
-        first = 0
-        for y in program.evaluate(inputs):
-            end = first + prod(y.shape[1:])
-            _transpose(y.reshape(columns, end - first), result[first:end])
-            first = end
-        return result
+        return _transposed(self._program(block).evaluate_joined(_transposed(residues)))
 
     def _program(self, block: int) -> ResidueProgram:
         """Return a block's program, made when it is first needed: a server in prepared mode holds weights once."""
@@ -94,11 +78,13 @@ class BlockEvaluator:
         return found
 
 
-def _transpose(source: NDArray[np.int64], out: NDArray[np.int64]) -> None:
-    """Transpose on all cores; both C-contiguous."""
+def _transposed(source: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the transpose, C-contiguous, made on all cores."""
     rows = np.ascontiguousarray(source)
+    out = np.empty(rows.shape[::-1], np.int64)
     tiles = even_slices(rows.shape[1], rows.size // _TILE_RESIDUES)
     run_tiles(lambda span: transpose_into(rows, span.start, span.stop, out), tiles)
+    return out
 
 
 class Upload:

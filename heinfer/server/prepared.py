@@ -69,14 +69,7 @@ class PreparedBlocks:
         return pack(self._merger.evaluate(block, unpack(packed, up, self._ring.modulus)))
 
     def _run(self, block: int, residues: Residues) -> Residues:
-        program = self._programs[block]
-        inputs, first = [], 0
-        for shape in program.program.inputs:
-            part = residues[:, first : first + prod(shape)]
-            inputs.append(part.reshape(len(residues), *shape))
-            first += prod(shape)
-        outputs = [y.reshape(len(residues), -1) for y in program.evaluate(inputs)]
-        return outputs[0] if len(outputs) == 1 else np.concatenate(outputs, axis=1)
+        return self._programs[block].evaluate_joined(residues)
 
 
 class Collector:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import helper
 
 from heinfer.plan import load_node, public_polynomials, read_plan
 from heinfer.ring import NOISE_LIMIT, RingParameters, pack, unpack
@@ -20,7 +19,7 @@ from heinfer.wire.codec import decode_node_event
 from partitioner import partition
 from tests.captured_traffic import Proxy, flatten, messages, without_payloads
 from tests.parties import WatchedPool, parties
-from tests.small_models import logarithm_model, save_model
+from tests.small_models import logarithm_model, padded_model
 from trusted_node import preparation, prepared_uploads
 from trusted_node.engine import DataError
 from trusted_node.modes import ModeChoice
@@ -53,24 +52,6 @@ def chi_square(residues: np.ndarray) -> float:
 
 def is_uniform(residues: np.ndarray) -> bool:
     return chi_square(residues) < CHI_SQUARE_LIMIT
-
-
-def padded_model(path: Path) -> Path:
-    """x (2, 6, 6) -> Conv (3 filters, padding 1) -> Relu -> Flatten -> Gemm (5) -> y."""
-    rng = np.random.default_rng(11)
-    constants = {"k": (3, 2, 3, 3), "c": (3,), "w": (5, 108), "b": (5,)}
-    return save_model(
-        path,
-        [
-            helper.make_node("Conv", ["x", "k", "c"], ["h"], name="conv", kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
-            helper.make_node("Relu", ["h"], ["r"], name="relu"),
-            helper.make_node("Flatten", ["r"], ["f"], name="flatten"),
-            helper.make_node("Gemm", ["f", "w", "b"], ["y"], name="dense", transB=1),
-        ],
-        {"x": [2, 6, 6]},
-        {"y": [5]},
-        {name: rng.normal(size=shape).astype(np.float32) for name, shape in constants.items()},
-    )
 
 
 def query(kind: str) -> np.ndarray:
@@ -138,7 +119,7 @@ class Setting:
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     folder = tmp_path_factory.mktemp("padded")
-    partition(padded_model(folder / "model.onnx"), folder / "bundle")
+    partition(padded_model(folder / "model.onnx", seed=11, deviation=1.0), folder / "bundle")
     node = load_node(folder / "bundle" / "node")
     assert node.hints is not None
     forms = [block.form for block in node.hints.blocks]
