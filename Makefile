@@ -63,8 +63,7 @@ bench: setup-dev ## run the scripts in benchmarks/
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 stubs: setup-dev ## generate heinfer/wire/proto/*_pb2* from heinfer.proto
-	@$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. \
-	    heinfer/wire/proto/heinfer.proto
+	@$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. heinfer/wire/proto/heinfer.proto
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -33,11 +33,9 @@ SPY = Path(sys.executable).with_name("py-spy")
 WAITING = (
     "_read",
     "_watch_parent",
-    "_serve (grpc",
     "wait (threading",
     "_worker (concurrent",
     "_wait_once",
-    "_next (grpc",
     "next_event",
     "accept (socket",
     "sleep",
@@ -68,8 +66,7 @@ RULES = {
         ("preparation.py", "prepare in the background, wipe"),
         ("sampling.py", "prepare in the background, wipe"),
         ("pool.py", "prepare in the background, wipe"),
-        ("grpc", "towards the client (gRPC)"),
-        ("heinfer/wire/", "towards the client (gRPC)"),
+        ("heinfer/wire/", "towards the client"),
     ],
     "server": [
         ("unpack (", "unpack and check"),

@@ -16,7 +16,6 @@ SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "NUMBA_THREADING_LAYER": "threadsafe",  # tbb or OpenMP; never workqueue, which aborts under two threads
-    "GRPC_VERBOSITY": "NONE",  # what its core finds reaches us as errors, which we report in our own words
 }
 
 

@@ -12,11 +12,9 @@ heard at once.
 from __future__ import annotations
 
 import os
-import threading
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from heinfer.errors import ProtocolError, RemoteProtocolError
 from heinfer.wire import (
@@ -26,6 +24,7 @@ from heinfer.wire import (
     BlockShape,
     Chunk,
     End,
+    Lender,
     Limits,
     Mode,
     NodeEvent,
@@ -34,6 +33,7 @@ from heinfer.wire import (
     ServerEvent,
     UploadComplete,
     connect,
+    session_framing,
 )
 from heinfer.wire.address import refuse_plain_text
 from heinfer.wire.codec import decode_server_event, encode_node_event
@@ -60,14 +60,10 @@ class ServerLink:
 
     def __init__(self, address: Address, plan_hash: bytes, blocks: Sequence[BlockShape], limits: Limits) -> None:
         refuse_plain_text(address)
-        self._address = address
-        self._plan_hash = plan_hash
-        self._blocks = tuple(blocks)
-        self._limits = limits
-        self._idle: list[LinkSession] = []
-        self._sessions: weakref.WeakSet[LinkSession] = weakref.WeakSet()
-        self._closed = False
-        self._lock = threading.Lock()
+        shapes = tuple(blocks)
+        self._lender = Lender(
+            lambda: LinkSession(address, plan_hash, shapes, limits), _IDLE_SESSIONS, LinkSession.greet
+        )
 
     def acquire(self) -> LinkSession:
         """Lend a session to one thread, which gives it back by `release`, or closes it where something went wrong.
@@ -75,55 +71,19 @@ class ServerLink:
         Raises:
             RemoteProtocolError: the server can't be reached, or refuses us; or the link was closed.
         """
-        while (session := self._take_idle()) is not None:
-            if session.usable:
-                return session
-            session.close()
-        session = LinkSession(self._address, self._plan_hash, self._blocks, self._limits)
-        with self._lock:
-            closed = self._closed
-            self._sessions.add(session)
-        if closed:
-            session.close()
-        session.greet()
-        return session
+        return self._lender.acquire()
 
     def release(self, session: LinkSession) -> None:
         """Take a session back whose answers have all been read."""
-        with self._lock:
-            closed = self._closed or len(self._idle) >= _IDLE_SESSIONS
-            if not closed:
-                self._idle.append(session)
-        if closed:
-            session.close()
+        self._lender.release(session)
 
-    @contextmanager
-    def session(self) -> Iterator[LinkSession]:
-        """Lend a session for a block of code; an error closes it.
-
-        Raises:
-            RemoteProtocolError: the server can't be reached, or refuses us.
-        """
-        session = self.acquire()
-        try:
-            yield session
-        except BaseException:
-            session.close()
-            raise
-        self.release(session)
+    def session(self) -> AbstractContextManager[LinkSession]:
+        """Lend a session for a block of code; an error closes it. Raises as `acquire`."""
+        return self._lender.lend()
 
     def close(self) -> None:
         """End all sessions, idle or not; whoever waits in one gets an error."""
-        with self._lock:
-            self._closed = True
-            sessions = list(self._sessions)
-            self._idle.clear()
-        for session in sessions:
-            session.close()
-
-    def _take_idle(self) -> LinkSession | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
+        self._lender.close()
 
 
 class LinkSession:
@@ -145,7 +105,7 @@ class LinkSession:
     def __init__(self, address: Address, plan_hash: bytes, blocks: Sequence[BlockShape], limits: Limits) -> None:
         self._protocol = NodeSession(os.urandom(16), plan_hash, blocks, limits)
         self._incoming: deque[Received] = deque()
-        self._connection = connect(address, limits)
+        self._connection = connect(address, limits, session_framing(limits))
 
     def greet(self) -> None:
         """Open the session; before anything else.

@@ -1,12 +1,13 @@
-"""The node's gRPC service towards its clients, who are in the same domain of trust."""
+"""The node's service towards its clients, who are in the same domain of trust."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Iterator
 from typing import Any
+
+from numpy.typing import NDArray
 
 from heinfer.errors import InputError
 from heinfer.plan import Plan
@@ -14,18 +15,14 @@ from heinfer.wire import (
     Address,
     Description,
     Limits,
-    QueryEvent,
     QueryHeader,
     ResultEvent,
     ResultHeader,
     Statistics,
     TensorSpec,
-    add_node,
-    bind,
     describe_tensors,
     iterate_tensor_chunks,
-    make_server,
-    read_query,
+    serve_queries,
 )
 from trusted_node.engine import Engine
 
@@ -53,37 +50,33 @@ class NodeService:
         self._engine = engine
         self._limits = limits
         self._allow_trace = allow_trace
-        self._server: Any = make_server(limits, WORKERS)
-        add_node(self._server, self._describe, self._infer, limits)
-        self.address = bind(self._server, address)
-        self._server.start()
+        self._server = serve_queries(address, self, limits, WORKERS)
+        self.address = self._server.address
 
     def stop(self, grace_s: float = 5.0) -> None:
         """Refuse new queries, let running ones end within the grace, then stop."""
-        self._server.stop(grace_s).wait()
+        self._server.stop(grace_s)
 
-    def _describe(self) -> Description:
+    def describe(self) -> Description:
+        """Return what this node serves."""
         bundle = self._engine.bundle
         inputs, outputs = _specs(bundle.plan)
         return Description(bundle.plan_hash, inputs, outputs, MAX_SAMPLES)
 
-    def _infer(self, events: Iterator[QueryEvent]) -> Iterator[ResultEvent]:
-        first = next(events, None)
-        if isinstance(first, QueryHeader):
-            self._check_header(first)
-        header, inputs = read_query(itertools.chain([] if first is None else [first], events), self._limits)
-        samples = max((len(x) for x in inputs.values()), default=0)
+    def answer(self, header: QueryHeader, tensors: dict[str, NDArray[Any]]) -> Iterator[ResultEvent]:
+        """Run a query and yield its result."""
+        samples = max((len(x) for x in tensors.values()), default=0)
         started = time.perf_counter()
-        result = self._engine.infer(inputs, header.trace_samples)
+        result = self._engine.infer(tensors, header.trace_samples)
         logger.info("query: %d samples in %.1f ms", samples, 1e3 * (time.perf_counter() - started))
-        tensors = {**result.outputs, **result.trace}
-        chunks = iterate_tensor_chunks(tensors, self._limits)
-        yield ResultHeader(header.request_id, describe_tensors(tensors), next(chunks, None))
+        outputs = {**result.outputs, **result.trace}
+        chunks = iterate_tensor_chunks(outputs, self._limits)
+        yield ResultHeader(header.request_id, describe_tensors(outputs), next(chunks, None))
         yield from chunks
         if header.want_statistics:
             yield Statistics(result.statistics.to_json())
 
-    def _check_header(self, header: QueryHeader) -> None:
+    def check(self, header: QueryHeader) -> None:
         """Refuse a query by its announcement, before its values are read.
 
         Raises:

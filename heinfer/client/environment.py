@@ -6,7 +6,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("heinfer", "tenseal", "numpy", "numba", "onnx", "onnxruntime", "grpcio")
+_PACKAGES = ("heinfer", "tenseal", "numpy", "numba", "onnx", "onnxruntime")
 
 
 def versions() -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -13,22 +13,17 @@ from numpy.typing import NDArray
 
 from heinfer.errors import InputError, RemoteProtocolError
 from heinfer.wire import (
+    PROTOCOL_VERSION,
     Address,
     Description,
     Limits,
-    QueryEvent,
+    QueryClient,
+    QueryFailedError,
     QueryHeader,
-    call_ask,
-    call_describe,
-    call_infer,
     describe_tensors,
     iterate_tensor_chunks,
-    open_channel,
     parse_address,
-    read_result,
 )
-
-CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +46,39 @@ class RemoteModel:
     def __init__(self, address: Address | str, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
         self.address = parse_address(address) if isinstance(address, str) else address
-        self._channel = open_channel(self.address, self._limits)
+        self._client = QueryClient(self.address, self._limits)
         self._ids = itertools.count(1)
         try:
-            self.description: Description = call_describe(self._channel, self._limits, timeout_s=CONNECT_S)
-        except RemoteProtocolError as error:
-            self._channel.close()
-            raise RemoteProtocolError(f"no node answers at {address}: {error}") from error
+            self.description: Description = self._describe()
         except BaseException:
-            self._channel.close()
+            self._client.close()
             raise
+
+    def _describe(self) -> Description:
+        try:
+            description = self._client.describe()
+        except QueryFailedError:
+            raise
+        except RemoteProtocolError as error:
+            raise RemoteProtocolError(f"no node answers at {self.address}: {error}") from error
+        if description.protocol_version != PROTOCOL_VERSION:
+            raise RemoteProtocolError(
+                f"the node at {self.address} speaks version {description.protocol_version} of the protocol, "
+                f"expected {PROTOCOL_VERSION}: install the same heinfer on both sides"
+            )
+        return description
 
     def __enter__(self) -> Self:
         """Return the model."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the connection."""
+        """Close the connections."""
         self.close()
 
     def close(self) -> None:
-        """Close the connection."""
-        self._channel.close()
+        """Close the connections; threads that wait in a query get a RemoteProtocolError."""
+        self._client.close()
 
     def predict(self, x: NDArray[Any] | Mapping[str, NDArray[Any]]) -> Any:
         """Return the model's answer for a batch.
@@ -108,13 +114,7 @@ class RemoteModel:
         chunks = iterate_tensor_chunks(inputs, self._limits)
         specs = describe_tensors(inputs)
         header = QueryHeader(next(self._ids), specs, statistics, trace_samples, next(chunks, None))
-        second = next(chunks, None)
-        if second is None:
-            answer = call_ask(self._channel, header, self._limits)
-        else:
-            events: Iterator[QueryEvent] = itertools.chain([header, second], chunks)
-            answer = call_infer(self._channel, events, self._limits)
-        _, tensors, found = read_result(answer, self._limits)
+        tensors, found = self._client.ask(header, chunks)
         outputs = {t.name: tensors[t.name] for t in self.description.outputs if t.name in tensors}
         trace = {name: array for name, array in tensors.items() if name not in outputs}
         return Answer(outputs, json.loads(found.json) if found is not None else {}, trace)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -179,7 +179,7 @@ class EvaluatorService:
         """Refuse new sessions, let running answers end within the grace, then stop."""
         self._server.stop(grace_s)
 
-    def _handle(self, events: Iterator[NodeEvent]) -> Iterator[ServerEvent | End]:
+    def _handle(self, events: Iterator[NodeEvent]) -> Generator[ServerEvent | End, None, None]:
         session = ServerSession(self._evaluator.bundle.plan_hash, self._shapes, self._limits)
         requests: dict[int, OpenRequest] = {}
         for event in events:

@@ -1,28 +1,25 @@
-"""What parties say to each other: events, state machines, codec, limits, and the TCP and gRPC around them."""
+"""What parties say to each other: events, state machines, codec, limits, and the TCP around them."""
 
 from heinfer.wire.address import (
     Address,
     TransportError,
     parse_address,
 )
-from heinfer.wire.channel import (
-    bind,
-    channel_options,
-    make_server,
-    open_channel,
-    server_options,
-)
 from heinfer.wire.connection import (
     Connection,
     connect,
 )
+from heinfer.wire.frames import (
+    Framing,
+    query_framing,
+    session_framing,
+)
+from heinfer.wire.lending import Lender
 from heinfer.wire.limits import (
     Limits,
 )
 from heinfer.wire.listener import (
-    SessionHandler,
-    SessionServer,
-    serve_sessions,
+    FrameServer,
 )
 from heinfer.wire.messages import (
     PROTOCOL_VERSION,
@@ -43,6 +40,7 @@ from heinfer.wire.messages import (
     failure_code,
 )
 from heinfer.wire.queries import (
+    Describe,
     Description,
     QueryEvent,
     QueryFailedError,
@@ -55,19 +53,20 @@ from heinfer.wire.queries import (
     TensorChunk,
     TensorSpec,
 )
-from heinfer.wire.services import (
-    EventStream,
+from heinfer.wire.query_client import QueryClient
+from heinfer.wire.query_service import (
     QueryHandler,
-    add_node,
-    call_ask,
-    call_describe,
-    call_infer,
     query_failure,
+    serve_queries,
 )
 from heinfer.wire.session import (
     NodeSession,
     ServerSession,
     State,
+)
+from heinfer.wire.session_service import (
+    SessionHandler,
+    serve_sessions,
 )
 from heinfer.wire.shapes import block_shapes
 from heinfer.wire.tensors import (
@@ -95,16 +94,20 @@ __all__ = [
     "BlockShape",
     "Chunk",
     "Connection",
+    "Describe",
     "Description",
     "End",
-    "EventStream",
     "Failure",
     "FailureCode",
+    "FrameServer",
+    "Framing",
     "Hello",
+    "Lender",
     "Limits",
     "Mode",
     "NodeEvent",
     "NodeSession",
+    "QueryClient",
     "QueryEvent",
     "QueryFailedError",
     "QueryFailure",
@@ -119,7 +122,6 @@ __all__ = [
     "ServerEvent",
     "ServerSession",
     "SessionHandler",
-    "SessionServer",
     "State",
     "Statistics",
     "TensorAssembler",
@@ -127,25 +129,19 @@ __all__ = [
     "TensorSpec",
     "TransportError",
     "UploadComplete",
-    "add_node",
-    "bind",
     "block_shapes",
-    "call_ask",
-    "call_describe",
-    "call_infer",
-    "channel_options",
     "connect",
     "describe_tensors",
     "failure_code",
     "iterate_row_chunks",
     "iterate_tensor_chunks",
-    "make_server",
-    "open_channel",
     "parse_address",
     "query_failure",
+    "query_framing",
     "read_query",
     "read_result",
     "row_bytes",
+    "serve_queries",
     "serve_sessions",
-    "server_options",
+    "session_framing",
 ]

@@ -57,11 +57,6 @@ class Address:
         return "127.0.0.1" if self.host.lower() == "localhost" else self.host, self.port
 
     @property
-    def target(self) -> str:
-        """What gRPC is given; the same place."""
-        return str(Address(*self.endpoint))
-
-    @property
     def _ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         if not _IP.fullmatch(self.host):
             return None

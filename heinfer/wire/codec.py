@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, EncodeError
 
 from heinfer.errors import LocalProtocolError, RemoteProtocolError
-from heinfer.wire.limits import Limits
 from heinfer.wire.messages import (
     BlockAnswer,
     BlockRequest,
@@ -60,7 +59,7 @@ def encode_node_event(event: NodeEvent) -> Frame:
                 hello.protocol_version = event.protocol_version
                 hello.plan_hash, hello.session = event.plan_hash, event.session
             case _:
-                raise _stray(event)
+                raise stray(event)
         return message.SerializeToString(), payload
     except (ValueError, TypeError, EncodeError) as error:
         raise _unencodable(error) from None
@@ -86,7 +85,7 @@ def _node_event(message: Any, payload: bytes) -> NodeEvent:
         case "chunk":
             return _chunk_event(message.chunk, payload)
         case "hello":
-            _refuse_payload(payload)
+            refuse_payload(payload)
             hello = message.hello
             return Hello(hello.plan_hash, hello.session, hello.protocol_version)
         case kind:
@@ -111,7 +110,7 @@ def encode_server_event(event: ServerEvent) -> Frame:
                 message.failure.code = number(event.code)
                 payload = NO_PAYLOAD
             case _:
-                raise _stray(event)
+                raise stray(event)
         return message.SerializeToString(), payload
     except (ValueError, TypeError, EncodeError) as error:
         raise _unencodable(error) from None
@@ -131,40 +130,28 @@ def _server_event(message: Any, payload: bytes) -> ServerEvent:
         case "chunk":
             return _chunk_event(message.chunk, payload)
         case "ready":
-            _refuse_payload(payload)
+            refuse_payload(payload)
             return Ready()
         case "failure":
-            _refuse_payload(payload)
+            refuse_payload(payload)
             return Failure(FailureCode(message.failure.code))
         case kind:
             raise LocalProtocolError(f"message of unknown kind {kind}")
 
 
-def encode(convert: Callable[[], Any], limits: Limits) -> bytes:
-    """Serialise the message that `convert` makes; None, or whatever it raises, is a LocalProtocolError."""
+def serialise(message: Any, fill: Callable[[Any], bytes]) -> Frame:
+    """Encode an empty message that `fill` fills; it returns the payload. What goes wrong is a LocalProtocolError."""
     try:
-        message = convert()
-        if message is None:
-            raise _stray(message)
-        data: bytes = message.SerializeToString()
+        payload = fill(message)
+        return message.SerializeToString(), payload
     except (ValueError, TypeError, EncodeError) as error:
         raise _unencodable(error) from None
-    if len(data) > limits.message_bytes:
-        raise LocalProtocolError(f"message of {len(data)} bytes, at most {limits.message_bytes} are allowed")
-    return data
 
 
-def decode(message: Any, data: bytes, limits: Limits, convert: Callable[[Any], T]) -> T:
+def parse(message: Any, envelope: bytes, convert: Callable[[Any], T]) -> T:
     """Parse into an empty message and convert; whatever goes wrong is a RemoteProtocolError."""
-    if len(data) > limits.message_bytes:
-        raise RemoteProtocolError(f"message of {len(data)} bytes, at most {limits.message_bytes} are allowed")
-    return parse(message, data, convert)
-
-
-def parse(message: Any, data: bytes, convert: Callable[[Any], T]) -> T:
-    """As `decode`, of data whose size is bounded already."""
     try:
-        message.ParseFromString(data)
+        message.ParseFromString(envelope)
         return convert(message)
     except (DecodeError, LocalProtocolError, ValueError) as error:  # ValueError: an enum value that is not ours
         raise RemoteProtocolError(f"malformed {type(message).__name__}: {error}") from None
@@ -182,7 +169,8 @@ def number(member: enum.Enum) -> Any:
     return member.value
 
 
-def _stray(event: object) -> LocalProtocolError:
+def stray(event: object) -> LocalProtocolError:
+    """The error for an event of the other direction, or none at all."""
     return LocalProtocolError(f"{type(event).__name__} does not travel in this direction")
 
 
@@ -201,7 +189,7 @@ def _fill(message: Any, chunk: Chunk) -> bytes:
 def _first_event(announcement: Any, payload: bytes) -> Chunk | None:
     if announcement.HasField("first"):
         return _chunk_event(announcement.first, payload)
-    _refuse_payload(payload)
+    refuse_payload(payload)
     return None
 
 
@@ -211,6 +199,7 @@ def _chunk_event(message: Any, payload: bytes) -> Chunk:
     return Chunk(message.request_id, message.first_row, message.rows, payload)
 
 
-def _refuse_payload(payload: bytes) -> None:
+def refuse_payload(payload: bytes) -> None:
+    """Raise LocalProtocolError where bytes travel beside a message without a chunk."""
     if payload:
         raise LocalProtocolError(f"{len(payload)} bytes travel beside a message without a chunk")

@@ -20,10 +20,10 @@ from typing import TypeVar, TypeVarTuple
 
 from heinfer.errors import RemoteProtocolError
 from heinfer.wire.address import Address, refuse_plain_text
-from heinfer.wire.frames import HEADER_BYTES, MAGIC, decode_header, encode_header
+from heinfer.wire.frames import HEADER_BYTES, Framing, decode_header, encode_header
 from heinfer.wire.limits import Limits
 
-#: Seconds for a connection to be made, and for a peer to say what it speaks.
+#: Seconds for a connection to be made, and for a peer to say what it speaks, and a node what it serves.
 CONNECT_S = 10.0
 #: Seconds that a side which has said its last word waits for the other to read it.
 LINGER_S = 2.0
@@ -37,8 +37,8 @@ T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 
-def connect(address: Address, limits: Limits) -> Connection:
-    """Connect to a server, in plain text, and say what we speak.
+def connect(address: Address, limits: Limits, framing: Framing) -> Connection:
+    """Connect to a server or a node, in plain text, and say what we speak.
 
     Returns:
         The connection, to be closed by the caller.
@@ -52,7 +52,7 @@ def connect(address: Address, limits: Limits) -> Connection:
         sock = socket.create_connection(address.endpoint, timeout=min(CONNECT_S, limits.reply_s))
     except OSError as error:
         raise RemoteProtocolError(f"no connection to {address}: {error.strerror or error}") from None
-    connection = Connection(sock, limits)
+    connection = Connection(sock, limits, framing)
     connection.send_magic()
     return connection
 
@@ -62,12 +62,13 @@ class Connection:
 
     Args:
         sock: connected.
-        limits: sizes and times. No part of a message, header or envelope or payload, may take longer than `reply_s`.
+        limits: times. No part of a message, header or envelope or payload, may take longer than `reply_s`.
+        framing: how it begins, and the sizes of its frames.
     """
 
-    def __init__(self, sock: socket.socket, limits: Limits) -> None:
+    def __init__(self, sock: socket.socket, limits: Limits, framing: Framing) -> None:
         self._socket = sock
-        self._limits = limits
+        self._framing = framing
         self._reply_s = limits.reply_s
         self._in_use = threading.Lock()
         self._ending = threading.Lock()  # between shutdown and close, which never wait
@@ -83,11 +84,11 @@ class Connection:
         return self._closed
 
     def send_magic(self) -> None:
-        """Begin a connection, as the node. Raises as `send`."""
-        self._use(self._write, MAGIC, b"")
+        """Begin a connection, as the side that made it. Raises as `send`."""
+        self._use(self._write, self._framing.magic, b"")
 
     def expect_magic(self) -> None:
-        """Take the beginning of a connection, as the server.
+        """Take the beginning of a connection, as the side that accepted it.
 
         Raises:
             RemoteProtocolError: the peer does not speak our protocol, is gone, or says nothing.
@@ -98,10 +99,10 @@ class Connection:
         """Send a message; the payload may be any C-contiguous view of bytes and is not kept.
 
         Raises:
-            LocalProtocolError: it is longer than the limits allow.
+            LocalProtocolError: it is longer than the framing allows.
             RemoteProtocolError: the peer is gone, or takes nothing for `reply_s` seconds.
         """
-        header = encode_header(len(envelope), len(payload), self._limits)
+        header = encode_header(len(envelope), len(payload), self._framing)
         self._use(self._write, header + envelope, payload)
 
     def receive(self, idle: bool = False) -> tuple[bytes, bytes] | None:
@@ -114,7 +115,7 @@ class Connection:
             Envelope and payload; None where the peer has closed its half between two messages.
 
         Raises:
-            RemoteProtocolError: the peer is gone, is too late, or announces more than the limits allow.
+            RemoteProtocolError: the peer is gone, is too late, or announces more than the framing allows.
         """
         return self._use(self._read_message, idle)
 
@@ -122,6 +123,14 @@ class Connection:
     def has_news(self) -> bool:
         """Whether `receive` would not wait: something came, or the peer closed or is gone. True once closed."""
         return self._closed or bool(self._poll.poll(0))
+
+    def await_news(self, seconds: float) -> bool:
+        """Wait for news, but no longer than that; return whether there are any.
+
+        Raises:
+            RemoteProtocolError: the connection was closed.
+        """
+        return bool(self._use(self._poll.poll, round(1000 * seconds)))
 
     def end_input(self) -> None:
         """Take nothing more from the peer than what has arrived; what we have to say can still be said."""
@@ -227,7 +236,7 @@ class Connection:
             return None
         if len(header) < HEADER_BYTES:
             header += self._read_whole(HEADER_BYTES - len(header))
-        envelope_bytes, payload_bytes = decode_header(header, self._limits)
+        envelope_bytes, payload_bytes = decode_header(header, self._framing)
         envelope = self._read_whole(envelope_bytes) if envelope_bytes else b""
         return envelope, self._read_whole(payload_bytes) if payload_bytes else b""
 
@@ -241,11 +250,11 @@ class Connection:
 
     def _read_magic(self) -> None:
         self._patience(min(CONNECT_S, self._reply_s))
-        found = b""
-        while len(found) < len(MAGIC):
-            data = self._socket.recv(len(MAGIC) - len(found))
+        magic, found = self._framing.magic, b""
+        while len(found) < len(magic):
+            data = self._socket.recv(len(magic) - len(found))
             found += data
-            if not data or not MAGIC.startswith(found):
+            if not data or not magic.startswith(found):
                 raise RemoteProtocolError("the peer does not speak this protocol")
         self._patience(self._reply_s)
 

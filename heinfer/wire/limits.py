@@ -13,9 +13,10 @@ from heinfer.errors import ParameterError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
-#: Room for everything but the bytes of a chunk: ids, counters, tags. Envelopes of frames are at most this; 160 bytes
-#: would do.
+#: What an envelope of a session may have: ids, counters, tags. 160 bytes would do.
 ENVELOPE_BYTES = KIB
+#: protobuf stops below this, and a frame counts its parts in 32 bits.
+_FRAME_BYTES = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,7 @@ class Limits:
 
     Attributes:
         chunk_bytes: payload bytes in one chunk.
-        message_bytes: bytes of one encoded message to or from a client; gRPC refuses larger ones before they are
-            decoded.
+        message_bytes: bytes of one message to or from a client beside its chunk: names and shapes, statistics, reasons.
         max_rows: rows of one request or answer: ciphertexts, or groups of 32 residues in prepared mode.
         max_samples: samples of one request; in standard mode never more than the degree N in any case.
         max_request_bytes: payload bytes of one request, one answer, or all tensors of one query or result.
@@ -50,16 +50,13 @@ class Limits:
         """Refuse limits that contradict each other.
 
         Raises:
-            ParameterError: a limit is not positive, or a chunk does not fit into a message.
+            ParameterError: a limit is not positive, or a frame of that size can't be.
         """
         for field in fields(self):
             value = getattr(self, field.name)
             if not (value > 0 and math.isfinite(value)):
                 raise ParameterError(f"limit {field.name} must be positive and finite, got {value}")
-        if self.chunk_bytes + ENVELOPE_BYTES > self.message_bytes:
+        if max(self.chunk_bytes, self.message_bytes) >= _FRAME_BYTES:
             raise ParameterError(
-                f"a chunk of {self.chunk_bytes} bytes does not fit into a message of {self.message_bytes}: "
-                f"make message_bytes at least {self.chunk_bytes + ENVELOPE_BYTES}"
+                f"chunk_bytes and message_bytes must be below 2**31, got {self.chunk_bytes} and {self.message_bytes}"
             )
-        if self.message_bytes >= 2**31:
-            raise ParameterError(f"message_bytes must be below 2**31, the limit of protobuf, got {self.message_bytes}")

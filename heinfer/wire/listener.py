@@ -1,7 +1,7 @@
-"""A server of sessions: a thread that accepts, and a thread for every connection, up to a fixed number.
+"""A server of frames: a thread that accepts, and a thread for every connection, up to a fixed number.
 
-What a handler raises never leaks to the untrusted network: the node is told one of the fixed codes. Log lines hold the
-kind of an error and no more, since messages may quote data.
+What is said on a connection is a `Dialect`: sessions are in `heinfer.wire.session_service`, queries in
+`heinfer.wire.query_service`. Log lines hold the kind of an error and no more, since messages may quote data.
 """
 
 from __future__ import annotations
@@ -10,19 +10,24 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from heinfer.errors import ParameterError, ProtocolError
 from heinfer.wire.address import Address, cannot_listen, refuse_plain_text
-from heinfer.wire.codec import decode_node_event, encode_server_event
+from heinfer.wire.codec import Frame
 from heinfer.wire.connection import Connection
+from heinfer.wire.frames import Framing
 from heinfer.wire.limits import Limits
-from heinfer.wire.messages import End, Failure, FailureCode, NodeEvent, ServerEvent, failure_code
+from heinfer.wire.messages import End
 
 logger = logging.getLogger(__name__)
 
-SessionHandler = Callable[[Iterator[NodeEvent]], Iterator[ServerEvent | End]]
+Incoming = TypeVar("Incoming")
+Outgoing = TypeVar("Outgoing")
+Handler = Callable[[Iterator[Incoming]], Generator[Outgoing | End, None, None]]
 
 #: Connections that are being told that the server is busy; those beyond are closed without a word.
 _REFUSALS = 16
@@ -34,36 +39,60 @@ _PAUSE_S = 0.1
 _CLOSE_S = 1.0
 
 
-def serve_sessions(address: Address, handler: SessionHandler, limits: Limits, workers: int) -> SessionServer:
-    """Serve sessions until stopped, in plain text.
+@dataclass(frozen=True, slots=True)
+class Dialect(Generic[Incoming, Outgoing]):
+    """What is said on the connections of a server.
+
+    Attributes:
+        name: what the log calls a connection.
+        framing: how they begin, and the sizes of frames.
+        decode: envelope and payload to what the peer said; raises RemoteProtocolError where that is nothing.
+        encode: what we say to envelope and payload.
+        busy: the last word to a peer that comes when all workers are busy.
+        failure: the last word to a peer whose connection an error ends.
+    """
+
+    name: str
+    framing: Framing
+    decode: Callable[[bytes, bytes], Incoming]
+    encode: Callable[[Outgoing], Frame]
+    busy: Outgoing
+    failure: Callable[[Exception], Outgoing]
+
+
+class FrameServer(Generic[Incoming, Outgoing]):
+    """Serves connections until stopped, in plain text.
 
     Args:
         address: where to listen; port 0 takes a free one.
-        handler: called once a connection, in a thread of its own, with the node's events, which end where the node
-            closes its half. What it yields is sent; `End`, or its return, ends the connection. The node's events raise
-            RemoteProtocolError for a message that is no event and for a node that went away in the middle of one. What
-            the handler raises ends the session with `Failure(failure_code(error))`.
-        limits: bounds of both directions.
+        dialect: what is said.
+        handler: called once a connection, in a thread of its own, with what the peer says, which ends where the peer
+            closes its half. What it yields is sent; `End`, or its return, ends the connection. What the peer says
+            raises RemoteProtocolError for a message that is none and for a peer that went away in the middle of one.
+            What the handler raises ends the connection with the dialect's failure.
+        limits: times.
         workers: connections served at the same time; the next one is told that the server is busy.
+
+    Attributes:
+        address: where it listens, with the port that was bound.
 
     Raises:
         ParameterError: workers is not positive.
         TransportError: the port is in use, the address is not this machine's, or not loopback.
     """
-    return SessionServer(address, handler, limits, workers)
 
-
-class SessionServer:
-    """What `serve_sessions` returns.
-
-    Attributes:
-        address: where it listens, with the port that was bound.
-    """
-
-    def __init__(self, address: Address, handler: SessionHandler, limits: Limits, workers: int) -> None:
+    def __init__(
+        self,
+        address: Address,
+        dialect: Dialect[Incoming, Outgoing],
+        handler: Handler[Incoming, Outgoing],
+        limits: Limits,
+        workers: int,
+    ) -> None:
         if workers < 1:
             raise ParameterError(f"a server needs at least one worker, got {workers}")
         refuse_plain_text(address)
+        self._dialect = dialect
         self._handler = handler
         self._limits = limits
         self._workers = workers
@@ -77,7 +106,7 @@ class SessionServer:
         self._acceptor.start()
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """Accept nothing more, end idle sessions, let running answers end within the grace, then close."""
+        """Accept nothing more, end idle connections, let running answers end within the grace, then close."""
         self._stopping = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
@@ -112,12 +141,13 @@ class SessionServer:
                 sock.close()
                 return
             try:
-                connection = Connection(sock, self._limits)
+                connection = Connection(sock, self._limits, self._dialect.framing)
             except OSError:  # the peer is gone already
                 sock.close()
                 return
             arguments = (table, target, connection)
-            thread = threading.Thread(target=self._run, args=arguments, name="heinfer-session", daemon=True)
+            name = f"heinfer-{self._dialect.name}"
+            thread = threading.Thread(target=self._run, args=arguments, name=name, daemon=True)
             table[connection] = thread
         try:
             thread.start()
@@ -146,19 +176,30 @@ class SessionServer:
             del table[connection]
 
     def _serve(self, connection: Connection) -> None:
+        dialect = self._dialect
         try:
-            for event in self._handler(_events(connection)):
-                if isinstance(event, End):
-                    break
-                connection.send(*encode_server_event(event))
+            with closing(self._handler(self._hear(connection))) as events:
+                for event in events:
+                    if isinstance(event, End):
+                        break
+                    connection.send(*dialect.encode(event))
         except Exception as error:
-            logger.warning("session ended by %s", type(error).__name__)
-            _say_last(connection, Failure(failure_code(error)))
+            logger.warning("%s ended by %s", dialect.name, type(error).__name__)
+            self._say_last(connection, dialect.failure(error))
 
-    @staticmethod
-    def _refuse(connection: Connection) -> None:
+    def _refuse(self, connection: Connection) -> None:
         logger.warning("connection refused: all workers are busy")
-        _say_last(connection, Failure(FailureCode.BUSY))
+        self._say_last(connection, self._dialect.busy)
+
+    def _hear(self, connection: Connection) -> Iterator[Incoming]:
+        message = connection.receive()  # who has just connected has something to say
+        while message is not None:
+            yield self._dialect.decode(*message)
+            message = connection.receive(idle=True)
+
+    def _say_last(self, connection: Connection, event: Outgoing) -> None:
+        with suppress(ProtocolError):  # the peer is gone, so it need not be told
+            connection.send(*self._dialect.encode(event))
 
 
 def _listen(address: Address) -> socket.socket:
@@ -168,18 +209,6 @@ def _listen(address: Address) -> socket.socket:
         return socket.create_server(address.endpoint, family=family, backlog=_BACKLOG)
     except OSError:
         raise cannot_listen(address) from None
-
-
-def _events(connection: Connection) -> Iterator[NodeEvent]:
-    message = connection.receive()  # a greeting is due
-    while message is not None:
-        yield decode_node_event(*message)
-        message = connection.receive(idle=True)
-
-
-def _say_last(connection: Connection, event: ServerEvent) -> None:
-    with suppress(ProtocolError):  # the node is gone, so it need not be told
-        connection.send(*encode_server_event(event))
 
 
 def _join(threads: Iterable[threading.Thread], seconds: float) -> None:

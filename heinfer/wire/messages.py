@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from heinfer.errors import LocalProtocolError, RemoteProtocolError
 
 #: 2: the first chunk may travel inside its announcement, which version 1 would not see, and bytes beside protobuf.
-PROTOCOL_VERSION = 2
+#: 3: queries travel in frames too.
+PROTOCOL_VERSION = 3
 PLAN_HASH_BYTES = 32  # SHA-256
 SESSION_BYTES = 16
 

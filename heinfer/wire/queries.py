@@ -62,6 +62,11 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Describe:
+    """A client asks what the node serves; a Description answers."""
+
+
+@dataclass(frozen=True, slots=True)
 class Description:
     """What a node serves: the plan, its inputs and outputs, and the samples it takes in one query."""
 
@@ -146,5 +151,5 @@ class QueryFailure:
         check_range("length of a failure's message", len(self.message), 0, MAX_REASON_CHARACTERS)
 
 
-QueryEvent = QueryHeader | TensorChunk
-ResultEvent = ResultHeader | TensorChunk | Statistics | QueryFailure
+QueryEvent = Describe | QueryHeader | TensorChunk
+ResultEvent = Description | ResultHeader | TensorChunk | Statistics | QueryFailure

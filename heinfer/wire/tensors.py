@@ -6,8 +6,8 @@ The receiving side grows a buffer as bytes arrive, so that a header alone, whate
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ from heinfer.wire.queries import (
 )
 
 Array = npt.NDArray[Any]
+_NAMES = {np.dtype(name): name for name in DTYPE_BYTES}  # the attribute `name` of a dtype takes far longer
+Event = TypeVar("Event", bound=ResultEvent)
 
 
 def tensor_bytes(spec: TensorSpec) -> int:
@@ -78,18 +80,26 @@ def describe_tensors(tensors: Mapping[str, Array]) -> tuple[TensorSpec, ...]:
     Raises:
         InputError: an element type that does not travel.
     """
-    for name, array in tensors.items():
-        if array.dtype.name not in DTYPE_BYTES:
-            raise InputError(f"array {name!r} has dtype {array.dtype}: convert it to one of {', '.join(DTYPE_BYTES)}")
-    return tuple(TensorSpec(name, array.dtype.name, tuple(array.shape)) for name, array in tensors.items())
+    return tuple(TensorSpec(name, _dtype_name(name, array), tuple(array.shape)) for name, array in tensors.items())
+
+
+def _dtype_name(name: str, array: Array) -> str:
+    found = _NAMES.get(array.dtype) or _NAMES.get(array.dtype.newbyteorder("="))
+    if found is None:
+        raise InputError(f"array {name!r} has dtype {array.dtype}: convert it to one of {', '.join(DTYPE_BYTES)}")
+    return found
 
 
 def iterate_tensor_chunks(tensors: Mapping[str, Array], limits: Limits) -> Iterator[TensorChunk]:
-    """Cut arrays into chunks, in their order; an empty array has none."""
+    """Cut arrays into chunks, in their order; an empty array has none.
+
+    Their data are views, not copies: for whoever sends them before the arrays are changed.
+    """
     for index, array in enumerate(tensors.values()):
         wire = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
         for offset in range(0, wire.size, limits.chunk_bytes):
-            yield TensorChunk(index, offset, wire[offset : offset + limits.chunk_bytes].tobytes())
+            part = wire[offset : offset + limits.chunk_bytes].data
+            yield TensorChunk(index, offset, cast(bytes, part))
 
 
 class TensorAssembler:
@@ -109,6 +119,7 @@ class TensorAssembler:
         except LocalProtocolError as error:
             raise RemoteProtocolError(str(error)) from None
         self._specs = tuple(specs)
+        self._sizes = [tensor_bytes(spec) for spec in specs]
         self._limits = limits
         self._buffers: list[bytearray] = []
         self._start_next()
@@ -127,13 +138,13 @@ class TensorAssembler:
         index = len(self._buffers) - 1
         if self.complete or chunk.tensor != index or chunk.offset != len(self._buffers[index]):
             raise RemoteProtocolError(f"chunk of tensor {chunk.tensor} at offset {chunk.offset} is not the next one")
-        room = min(tensor_bytes(self._specs[index]) - chunk.offset, self._limits.chunk_bytes)
+        room = min(self._sizes[index] - chunk.offset, self._limits.chunk_bytes)
         if len(chunk.data) > room:
             raise RemoteProtocolError(
                 f"chunk of tensor {chunk.tensor} at offset {chunk.offset} may have {room} bytes, got {len(chunk.data)}"
             )
         self._buffers[index] += chunk.data
-        if len(self._buffers[index]) == tensor_bytes(self._specs[index]):
+        if len(self._buffers[index]) == self._sizes[index]:
             self._start_next()
 
     def finish(self) -> dict[str, Array]:
@@ -143,9 +154,9 @@ class TensorAssembler:
             RemoteProtocolError: bytes are missing, or a bool is neither 0 nor 1.
         """
         if not self.complete:
+            index = len(self._buffers) - 1
             raise RemoteProtocolError(
-                f"tensor {self._specs[len(self._buffers) - 1].name!r} has {len(self._buffers[-1])} of "
-                f"{tensor_bytes(self._specs[len(self._buffers) - 1])} bytes"
+                f"tensor {self._specs[index].name!r} has {len(self._buffers[-1])} of {self._sizes[index]} bytes"
             )
         return {
             spec.name: _to_array(spec, buffer) for spec, buffer in zip(self._specs, self._buffers[:-1], strict=True)
@@ -153,12 +164,19 @@ class TensorAssembler:
 
     def _start_next(self) -> None:
         self._buffers.append(bytearray())
-        while not self.complete and tensor_bytes(self._specs[len(self._buffers) - 1]) == 0:
+        while not self.complete and self._sizes[len(self._buffers) - 1] == 0:
             self._buffers.append(bytearray())
 
 
-def read_query(events: Iterable[QueryEvent], limits: Limits) -> tuple[QueryHeader, dict[str, Array]]:
-    """Read one query to its last byte.
+def read_query(
+    events: Iterable[QueryEvent], limits: Limits, check: Callable[[QueryHeader], None] | None = None
+) -> tuple[QueryHeader, dict[str, Array]]:
+    """Read one query to its last byte, and nothing after it.
+
+    Args:
+        events: what the client says.
+        limits: what is accepted.
+        check: may refuse a query by its header, before its values are read.
 
     Raises:
         QueryFailedError: messages out of order, or the stream ends too early; the code is INPUT, the client's fault.
@@ -167,6 +185,8 @@ def read_query(events: Iterable[QueryEvent], limits: Limits) -> tuple[QueryHeade
     header = next(stream, None)
     if not isinstance(header, QueryHeader):
         raise _bad_query(f"a query must begin with its header, got {type(header).__name__}")
+    if check is not None:
+        check(header)
     try:
         assembler = TensorAssembler(header.tensors, limits)
         if header.first is not None:
@@ -184,34 +204,39 @@ def read_query(events: Iterable[QueryEvent], limits: Limits) -> tuple[QueryHeade
 
 
 def read_result(
-    events: Iterable[ResultEvent], limits: Limits
+    events: Iterable[ResultEvent], limits: Limits, want_statistics: bool
 ) -> tuple[ResultHeader, dict[str, Array], Statistics | None]:
-    """Read one result to the end of its stream; no Statistics where none were sent.
+    """Read one result to its last byte, and nothing after it.
+
+    Args:
+        events: what the node says.
+        limits: what is accepted.
+        want_statistics: as the query's header said; Statistics end the result if so, and only then.
 
     Raises:
         QueryFailedError: the node answered with a failure.
         RemoteProtocolError: messages out of order, or the stream ends too early.
     """
-    header: ResultHeader | None = None
-    statistics: Statistics | None = None
-    assembler = TensorAssembler((), limits)
-    for event in events:
-        match event:
-            case QueryFailure():
-                raise QueryFailedError(event.code, event.message)
-            case ResultHeader() if header is None:
-                header, assembler = event, TensorAssembler(event.tensors, limits)
-                if event.first is not None:
-                    assembler.add(event.first)
-            case TensorChunk() if header is not None:
-                assembler.add(event)
-            case Statistics() if header is not None and assembler.complete and statistics is None:
-                statistics = event
-            case _:
-                raise RemoteProtocolError(f"{type(event).__name__} is out of order in a result")
-    if header is None:
-        raise RemoteProtocolError("the stream ended without a result")
-    return header, assembler.finish(), statistics
+    stream = iter(events)
+    header = _expect(ResultHeader, stream)
+    assembler = TensorAssembler(header.tensors, limits)
+    if header.first is not None:
+        assembler.add(header.first)
+    while not assembler.complete:
+        assembler.add(_expect(TensorChunk, stream))
+    return header, assembler.finish(), _expect(Statistics, stream) if want_statistics else None
+
+
+def _expect(kind: type[Event], stream: Iterator[ResultEvent]) -> Event:
+    """Return the next event of a result, which must be of that kind, or raise as `read_result`."""
+    event = next(stream, None)
+    if isinstance(event, kind):
+        return event
+    if isinstance(event, QueryFailure):
+        raise QueryFailedError(event.code, event.message)
+    if event is None:
+        raise RemoteProtocolError(f"the stream ended where {kind.__name__} was due")
+    raise RemoteProtocolError(f"{type(event).__name__} is out of order in a result: expected {kind.__name__}")
 
 
 def _bad_query(message: str) -> QueryFailedError:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 
@@ -29,17 +28,20 @@ from heinfer.wire import (
     FailureCode,
     Hello,
     Limits,
+    QueryFailure,
     QueryFailureCode,
     Ready,
+    ResultEvent,
     ServerEvent,
     parse_address,
     row_bytes,
+    session_framing,
 )
 from heinfer.wire import (
     connect as connect_to_server,
 )
 from heinfer.wire.codec import decode_server_event, encode_node_event
-from heinfer.wire.frames import MAGIC
+from heinfer.wire.frames import QUERY_MAGIC, SESSION_MAGIC
 from heinfer.wire.query_codec import decode_result_event
 from partitioner import partition
 from tests.captured_traffic import flatten
@@ -244,7 +246,7 @@ def test_serve_address_that_is_none_or_not_loopback_is_refused(dense_bundle: Pat
     refusal("serve", dense_bundle / "server", "--listen", listen)
 
 
-def garbage() -> list[bytes]:
+def garbage(magic: bytes) -> list[bytes]:
     generator = np.random.default_rng(0)
     return [
         b"",
@@ -255,12 +257,14 @@ def garbage() -> list[bytes]:
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff\xff\xff\x00\x00\x00\x00\x00\x01",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + generator.bytes(500),
         b"heinfer\x01" + generator.bytes(100),
-        MAGIC[:5],
-        MAGIC,
-        MAGIC + b"\x20\x00\x00",
-        MAGIC + b"\xff" * 8 + generator.bytes(5000),
-        MAGIC + struct.pack("<II", 50, 2**20) + bytes(50_000),
-        MAGIC + generator.bytes(5000),
+        QUERY_MAGIC + generator.bytes(100),
+        SESSION_MAGIC + generator.bytes(100),
+        magic[:5],
+        magic,
+        magic + b"\x20\x00\x00",
+        magic + b"\xff" * 8 + generator.bytes(5000),
+        magic + struct.pack("<II", 50, 2**20) + bytes(50_000),
+        magic + generator.bytes(5000),
     ]
 
 
@@ -291,29 +295,22 @@ def send_raw(address: str, *pieces: bytes, pause_s: float = 0.0, half: bool = Tr
     return said
 
 
-def read_server_events(said: bytes) -> list[ServerEvent]:
-    events, position = [], 0
+def read_frames(said: bytes) -> list[tuple[bytes, bytes]]:
+    frames, position = [], 0
     while position < len(said):
         envelope_bytes, payload_bytes = struct.unpack_from("<II", said, position)
         middle = position + 8 + envelope_bytes
         position = middle + payload_bytes
-        events.append(decode_server_event(said[middle - envelope_bytes : middle], said[middle:position]))
-    return events
+        frames.append((said[middle - envelope_bytes : middle], said[middle:position]))
+    return frames
 
 
-def call(address: str, method: str, *payloads: bytes) -> list[bytes]:
-    """Call a streaming method with payloads as they are; return the answers, up to an error."""
-    options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
-    answers: list[bytes] = []
-    status = grpc.StatusCode.OK
-    with grpc.insecure_channel(address, options=options) as channel:
-        try:
-            for answer in channel.stream_stream(method)(iter(payloads), timeout=10):
-                answers.append(answer)
-        except grpc.RpcError as error:
-            status = error.code()
-    assert status is not grpc.StatusCode.DEADLINE_EXCEEDED, "the service hangs"
-    return answers
+def read_server_events(said: bytes) -> list[ServerEvent]:
+    return [decode_server_event(*frame) for frame in read_frames(said)]
+
+
+def read_node_events(said: bytes) -> list[ResultEvent]:
+    return [decode_result_event(*frame, Limits()) for frame in read_frames(said)]
 
 
 def ask_server(address: str, folder: Path, change: object = None) -> list[object]:
@@ -331,7 +328,8 @@ def ask_server(address: str, folder: Path, change: object = None) -> list[object
     if change is not None:
         events = change(events)  # type: ignore[operator]
     said: list[object] = []
-    connection = connect_to_server(parse_address(address), Limits(reply_s=10))
+    limits = Limits(reply_s=10)
+    connection = connect_to_server(parse_address(address), limits, session_framing(limits))
     try:
         for event in events:
             if not isinstance(event, End):
@@ -350,7 +348,7 @@ def answers_properly(address: str, folder: Path) -> bool:
 
 
 def test_server_survives_raw_garbage(server_address: str, dense_bundle: Path) -> None:
-    for data in garbage():
+    for data in garbage(SESSION_MAGIC):
         throw_at(server_address, data)
     assert answers_properly(server_address, dense_bundle / "server")
 
@@ -374,7 +372,7 @@ NONE = {
 def test_server_survives_messages_that_are_none(
     server_address: str, dense_bundle: Path, frame: bytes, pause_s: float
 ) -> None:
-    said = send_raw(server_address, MAGIC, frame, pause_s=pause_s)
+    said = send_raw(server_address, SESSION_MAGIC, frame, pause_s=pause_s)
     assert read_server_events(said) == [Failure(FailureCode.FAILED)]
     assert answers_properly(server_address, dense_bundle / "server")
 
@@ -398,7 +396,7 @@ def test_server_closes_other_protocols_without_a_word(
 def test_server_answers_a_peer_that_sends_slowly(server_address: str, dense_bundle: Path) -> None:
     bundle = load_server(dense_bundle / "server")
     envelope, _ = encode_node_event(Hello(bundle.plan_hash, bytes(16)))
-    data = MAGIC + struct.pack("<II", len(envelope), 0) + envelope
+    data = SESSION_MAGIC + struct.pack("<II", len(envelope), 0) + envelope
     said = send_raw(server_address, *(data[i : i + 5] for i in range(0, len(data), 5)), pause_s=0.02)
     assert read_server_events(said) == [Ready()]
 
@@ -407,7 +405,7 @@ def test_server_serves_others_while_peers_are_silent(server_address: str, dense_
     target = parse_address(server_address)
     silent = [socket.create_connection((target.host, target.port), timeout=5) for _ in range(10)]
     for number, raw in enumerate(silent):
-        raw.sendall((MAGIC + struct.pack("<II", 50, 50) + bytes(20))[: 3 * number])
+        raw.sendall((SESSION_MAGIC + struct.pack("<II", 50, 50) + bytes(20))[: 3 * number])
     assert answers_properly(server_address, dense_bundle / "server")
     for raw in silent:
         raw.close()
@@ -438,18 +436,32 @@ def test_server_says_failed_and_survives(server_address: str, dense_bundle: Path
 
 
 def test_node_survives_raw_garbage(dense: LocalModel, address: str) -> None:
-    for data in garbage():
+    for data in garbage(QUERY_MAGIC):
         throw_at(address, data)
     assert dense.predict(X).shape == (2, 2)
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"\xff" * 50, b"\x0a\x05abc", bytes(5 * 2**20)], ids=["empty", "noise", "truncated", "oversized"]
+    "frame",
+    [
+        *(frame for name, frame in NONE.items() if name != "envelope too long"),
+        struct.pack("<II", 4 * 2**20 + 1, 0) + bytes(4 * 2**20 + 1),
+    ],
+    ids=[*(name for name in NONE if name != "envelope too long"), "envelope too long"],
 )
-def test_node_survives_messages_that_are_none(dense: LocalModel, address: str, payload: bytes) -> None:
-    answers = [decode_result_event(data, Limits()) for data in call(address, "/heinfer.wire.Node/Infer", payload)]
-    oversized = len(payload) > Limits().message_bytes
-    assert [getattr(answer, "code", None) for answer in answers] == ([] if oversized else [QueryFailureCode.INPUT])
+def test_node_survives_messages_that_are_none(dense: LocalModel, address: str, frame: bytes) -> None:
+    (failure,) = read_node_events(send_raw(address, QUERY_MAGIC, frame))
+    assert isinstance(failure, QueryFailure)
+    assert failure.code is QueryFailureCode.INPUT
+    assert dense.predict(X).shape == (2, 2)
+
+
+@pytest.mark.parametrize("magic", [SESSION_MAGIC, QUERY_MAGIC], ids=["session", "query"])
+def test_magic_of_the_other_party_is_closed_without_a_word(
+    dense: LocalModel, address: str, server_address: str, magic: bytes
+) -> None:
+    other = address if magic == SESSION_MAGIC else server_address
+    assert send_raw(other, magic, half=False) == b""
     assert dense.predict(X).shape == (2, 2)
 
 

@@ -25,7 +25,7 @@ STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING) "
 RECORDS = (
     r"heinfer\.server\.service: block \d+: \d+ rows in, \d+ out, \d+\.\d ms",
     r"trusted_node\.service: query: \d+ samples in \d+\.\d ms",
-    r"heinfer\.wire\.(listener|services): (session|query) ended by [A-Za-z]+",
+    r"heinfer\.wire\.(listener|query_service): (session|query) ended by [A-Za-z]+",
 )
 ALLOWED = tuple(STAMP + record for record in RECORDS)
 

@@ -55,6 +55,6 @@ def test_any_text_parses_or_is_an_input_error(text):
     assert parse_address(str(address)) == address
 
 
-def test_localhost_is_one_address_to_grpc():
-    assert Address("localhost", 5).target == "127.0.0.1:5"
-    assert Address("::1", 5).target == "[::1]:5"
+def test_localhost_is_one_address_to_sockets():
+    assert Address("localhost", 5).endpoint == ("127.0.0.1", 5)
+    assert Address("::1", 5).endpoint == ("::1", 5)

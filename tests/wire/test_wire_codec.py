@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from heinfer.wire import (
     BlockAnswer,
     BlockRequest,
     Chunk,
+    Describe,
     Description,
     Failure,
     FailureCode,
@@ -69,6 +71,9 @@ def with_first(events):
     )
 
 
+firsts = st.none() | tensor_chunks
+
+
 hash_bytes, session_bytes = st.binary(min_size=32, max_size=32), st.binary(min_size=16, max_size=16)
 EVENTS = {
     "node_event": (
@@ -94,26 +99,30 @@ EVENTS = {
         | st.builds(Failure, st.sampled_from(FailureCode))
         | chunks
     ),
-    "query_event": st.builds(QueryHeader, uints(64), unique(specs), st.booleans(), uints(32)) | tensor_chunks,
+    "query_event": (
+        st.just(Describe())
+        | st.builds(QueryHeader, uints(64), unique(specs), st.booleans(), uints(32), firsts)
+        | tensor_chunks
+    ),
     "result_event": (
-        st.builds(ResultHeader, uints(64), unique(specs))
+        st.builds(ResultHeader, uints(64), unique(specs), firsts)
         | tensor_chunks
         | st.builds(Statistics, st.binary(max_size=50))
         | st.builds(QueryFailure, st.sampled_from(QueryFailureCode), names)
-    ),
-    "description": st.builds(
-        Description, hash_bytes, unique(open_specs), unique(open_specs), uints(32, 1), st.sampled_from(Mode)
+        | st.builds(
+            Description, hash_bytes, unique(open_specs), unique(open_specs), uints(32, 1), st.sampled_from(Mode)
+        )
     ),
 }
 KINDS = sorted(EVENTS)
 
 
 def functions(kind):
-    """Encoder to (envelope, payload) and decoder from them; queries and results have no payload."""
+    """Encoder to (envelope, payload) and decoder from them."""
     if kind in ("node_event", "server_event"):
         return getattr(codec, f"encode_{kind}"), getattr(codec, f"decode_{kind}")
-    encode, decode = getattr(query_codec, f"encode_{kind}"), getattr(query_codec, f"decode_{kind}")
-    return lambda event: (encode(event, LIMITS), b""), lambda envelope, payload: decode(envelope, LIMITS)
+    pair = getattr(query_codec, f"encode_{kind}"), getattr(query_codec, f"decode_{kind}")
+    return tuple(partial(function, limits=LIMITS) for function in pair)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,13 +217,19 @@ HOSTILE = {
     "product overflows 64 bits": ("query_event", _query(_spec(dims=(2**32, 2**32)))),
     "product overflows beside a zero": ("query_event", _query(_spec(dims=(2**62, 2**62, 0)))),
     "too large together": ("query_event", _query(_spec(dims=(2**30,)), _spec("y", dims=(2**30 + 1,)))),
-    "empty chunk": ("query_event", pb.QueryMessage(chunk=pb.TensorChunk())),
     "open dimension in a result": (
         "result_event",
         pb.ResultMessage(header=pb.ResultHeader(tensors=[_spec(dims=(-1,))])),
     ),
     "long reason": ("result_event", pb.ResultMessage(failure=pb.QueryFailure(code=1, message="x" * 4097))),
-    "no samples described": ("description", pb.Description(plan_hash=HASH, mode=1, protocol_version=1)),
+    "no samples described": (
+        "result_event",
+        pb.ResultMessage(description=pb.Description(plan_hash=HASH, mode=1, protocol_version=1)),
+    ),
+    "mode unset in a description": (
+        "result_event",
+        pb.ResultMessage(description=pb.Description(plan_hash=HASH, max_samples=1, protocol_version=1)),
+    ),
 }
 
 
@@ -232,6 +247,12 @@ WHOLE = [
     ("server_event", Ready()),
     ("server_event", BlockAnswer(1, 1, 0.0)),
     ("server_event", Failure(FailureCode.BUSY)),
+    ("query_event", Describe()),
+    ("query_event", QueryHeader(1, ())),
+    ("result_event", ResultHeader(1, ())),
+    ("result_event", Statistics(b"{}")),
+    ("result_event", QueryFailure(QueryFailureCode.BUSY, "later")),
+    ("result_event", Description(HASH, (), (), 1)),
 ]
 
 
@@ -263,6 +284,27 @@ def test_chunk_without_payload_is_refused_and_not_sent(kind, event):
         encode(empty if event is CHUNK else replace(event, first=empty))
 
 
+TENSOR_CHUNK = TensorChunk(0, 0, b"x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    [
+        ("query_event", TENSOR_CHUNK),
+        ("query_event", QueryHeader(0, (), first=TENSOR_CHUNK)),
+        ("result_event", TENSOR_CHUNK),
+        ("result_event", ResultHeader(0, (), TENSOR_CHUNK)),
+    ],
+)
+def test_chunk_of_a_tensor_travels_as_payload_and_is_refused_without(kind, event):
+    encode, decode = functions(kind)
+    envelope, payload = encode(event)
+    assert payload is TENSOR_CHUNK.data
+    assert decode(envelope, payload) == event
+    with pytest.raises(RemoteProtocolError, match="is empty"):
+        decode(envelope, b"")
+
+
 def test_bytes_of_a_chunk_are_not_copied():
     data = memoryview(bytearray(1000))
     envelope, payload = codec.encode_node_event(Chunk(1, 0, 5, data))
@@ -270,12 +312,15 @@ def test_bytes_of_a_chunk_are_not_copied():
     assert len(envelope) < 20
     data = bytes(1000)
     assert codec.decode_node_event(envelope, data).data is data
+    envelope, payload = query_codec.encode_query_event(TensorChunk(1, 5, data), LIMITS)
+    assert payload is data
+    assert query_codec.decode_query_event(envelope, data, LIMITS).data is data
 
 
 def test_name_that_is_not_utf8_is_refused():
     data = _query(_spec(name="xyz")).SerializeToString().replace(b"xyz", b"x\xff\xfe")
     with pytest.raises(RemoteProtocolError):
-        query_codec.decode_query_event(data, LIMITS)
+        query_codec.decode_query_event(data, b"", LIMITS)
 
 
 def test_envelopes_are_far_below_their_limit():
@@ -291,22 +336,17 @@ def test_envelopes_are_far_below_their_limit():
     assert codec.decode_server_event(envelope, payload) == answer
 
 
-def test_message_of_a_query_above_the_limit_is_refused_both_ways_and_at_the_limit_is_not():
-    event = TensorChunk(1, 0, bytes(3000))
-    encode, decode = query_codec.encode_query_event, query_codec.decode_query_event
-    size = len(encode(event, LIMITS))
-    exact, less = (Limits(chunk_bytes=100, message_bytes=bytes_) for bytes_ in (size, size - 1))
-    assert decode(encode(event, exact), exact) == event
-    with pytest.raises(LocalProtocolError):
-        encode(event, less)
-    with pytest.raises(RemoteProtocolError):
-        decode(encode(event, exact), less)
-
-
 @pytest.mark.parametrize("event", [Ready(), Failure(FailureCode.FAILED), None])
 def test_event_of_the_other_direction_is_not_encoded(event):
     with pytest.raises(LocalProtocolError):
         codec.encode_node_event(event)
+
+
+@pytest.mark.parametrize("event", [Chunk(1, 0, 1, b"x"), None])
+@pytest.mark.parametrize("kind", ["query_event", "result_event"])
+def test_event_of_a_session_is_not_encoded_for_a_query(kind, event):
+    with pytest.raises(LocalProtocolError, match="does not travel"):
+        functions(kind)[0](event)
 
 
 def test_lone_surrogate_in_a_name_is_a_local_error():

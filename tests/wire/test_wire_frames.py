@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from heinfer.errors import LocalProtocolError, RemoteProtocolError
 from heinfer.wire import Connection, Limits
-from heinfer.wire.frames import HEADER_BYTES, MAGIC, decode_header, encode_header
+from heinfer.wire.frames import HEADER_BYTES, Framing, decode_header, encode_header, query_framing, session_framing
 from heinfer.wire.limits import ENVELOPE_BYTES
 
 LIMITS = Limits(chunk_bytes=100_000, reply_s=10.0)
 IMPATIENT = replace(LIMITS, reply_s=0.3)
+FRAMING = session_framing(LIMITS)
+MAGIC = FRAMING.magic
 messages = st.tuples(st.binary(max_size=ENVELOPE_BYTES), st.binary(max_size=3000))
 
 
@@ -32,9 +34,9 @@ def tcp_pair():
 
 
 @contextmanager
-def raw_and_connection(limits=LIMITS):
+def raw_and_connection(limits=LIMITS, framing=FRAMING):
     raw, sock = tcp_pair()
-    connection = Connection(sock, limits)
+    connection = Connection(sock, limits, framing)
     with raw:
         yield raw, connection
     connection.close()
@@ -42,7 +44,7 @@ def raw_and_connection(limits=LIMITS):
 
 @contextmanager
 def connected(limits=LIMITS):
-    near, far = (Connection(sock, limits) for sock in tcp_pair())
+    near, far = (Connection(sock, limits, FRAMING) for sock in tcp_pair())
     yield near, far
     near.close()
     far.close()
@@ -133,15 +135,21 @@ def test_lengths_beyond_the_limits_are_refused_before_anything_is_allocated(leng
         tracemalloc.stop()
 
 
-def test_lengths_at_the_limits_pass_both_ways_and_beyond_them_neither():
-    most = ENVELOPE_BYTES, LIMITS.chunk_bytes
-    assert decode_header(encode_header(*most, LIMITS), LIMITS) == most
+@pytest.mark.parametrize(
+    ("framing", "most"),
+    [
+        (session_framing(LIMITS), (ENVELOPE_BYTES, LIMITS.chunk_bytes)),
+        (query_framing(LIMITS), (LIMITS.message_bytes, LIMITS.chunk_bytes)),
+    ],
+)
+def test_lengths_at_the_limits_pass_both_ways_and_beyond_them_neither(framing, most):
+    assert decode_header(encode_header(*most, framing), framing) == most
     for change in ((1, 0), (0, 1)):
         more = tuple(a + b for a, b in zip(most, change, strict=True))
         with pytest.raises(LocalProtocolError, match="are allowed"):
-            encode_header(*more, LIMITS)
+            encode_header(*more, framing)
         with pytest.raises(RemoteProtocolError, match="are allowed"):
-            decode_header(struct.pack("<II", *more), LIMITS)
+            decode_header(struct.pack("<II", *more), framing)
     assert HEADER_BYTES == 8
 
 
@@ -173,8 +181,9 @@ def test_magic_is_taken_in_whatever_pieces(pieces):
         b"\x16\x03\x01\x02\x00\x01",
         MAGIC[:7] + b"\x01",
         MAGIC[:5],
+        query_framing(LIMITS).magic,
     ],
-    ids=["nothing", "zero", "one letter", "HTTP/2", "TLS", "version 1", "cut"],
+    ids=["nothing", "zero", "one letter", "HTTP/2", "TLS", "version 1", "cut", "queries"],
 )
 def test_other_beginnings_are_refused_at_once(data):
     with raw_and_connection() as (raw, connection):
@@ -252,7 +261,15 @@ def test_large_messages_both_ways_at_the_same_time_arrive_whole():
         thread.join()
 
 
-@pytest.mark.parametrize("wait", [lambda c: c.receive(), lambda c: c.receive(idle=True), lambda c: c.expect_magic()])
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda c: c.receive(),
+        lambda c: c.receive(idle=True),
+        lambda c: c.expect_magic(),
+        lambda c: c.await_news(10),
+    ],
+)
 def test_close_from_another_thread_wakes_a_wait(wait):
     with connected() as (near, far):
         threading.Timer(0.2, near.close).start()
@@ -267,7 +284,7 @@ def test_close_from_another_thread_wakes_a_wait(wait):
 
 def test_descriptor_is_given_back_once_nobody_uses_it():
     near, far = tcp_pair()
-    connection = Connection(near, LIMITS)
+    connection = Connection(near, LIMITS, FRAMING)
 
     def wait():
         with pytest.raises(RemoteProtocolError):
@@ -293,6 +310,24 @@ def test_news_are_a_message_or_an_end():
         raw.shutdown(socket.SHUT_WR)
         time.sleep(0.05)
         assert connection.has_news
+
+
+def test_news_are_awaited_no_longer_than_asked():
+    with raw_and_connection() as (raw, connection):
+        started = time.monotonic()
+        assert not connection.await_news(0.2)
+        assert 0.15 < time.monotonic() - started < 2
+        threading.Timer(0.1, raw.sendall, [b"x"]).start()
+        assert connection.await_news(5)
+
+
+def test_magics_tell_the_kinds_of_connections_apart():
+    assert session_framing(LIMITS) == Framing(b"heinfer\x02", ENVELOPE_BYTES, LIMITS.chunk_bytes)
+    assert query_framing(LIMITS) == Framing(b"heinode\x01", LIMITS.message_bytes, LIMITS.chunk_bytes)
+    with raw_and_connection(framing=query_framing(LIMITS)) as (raw, connection):
+        raw.sendall(MAGIC)
+        with pytest.raises(RemoteProtocolError, match="does not speak this protocol"):
+            connection.expect_magic()
 
 
 def test_last_message_reaches_a_peer_that_is_still_sending():

@@ -32,7 +32,7 @@ from heinfer.wire import (
     iterate_row_chunks,
     serve_sessions,
 )
-from heinfer.wire.frames import MAGIC
+from heinfer.wire.frames import QUERY_MAGIC, session_framing
 
 LOOPBACK = Address("127.0.0.1", 0)
 LIMITS = Limits(chunk_bytes=2000, reply_s=10.0)
@@ -79,7 +79,7 @@ def echo(events):
 
 @contextlib.contextmanager
 def connection_to(server, limits=LIMITS):
-    connection = connect(server.address, limits)
+    connection = connect(server.address, limits, session_framing(limits))
     try:
         yield connection
     finally:
@@ -242,7 +242,7 @@ def test_flood_of_connections_that_say_nothing_leaves_the_first_session_alone(st
 
 
 @pytest.mark.parametrize(
-    "data", [b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01", b"\0"]
+    "data", [b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01", b"\0", QUERY_MAGIC]
 )
 def test_other_protocols_are_closed_at_once_without_a_word(start, caplog, data):
     called = []
@@ -283,7 +283,7 @@ def test_stop_ends_idle_sessions_at_once_and_lets_a_running_answer_end(start):
         stopping.join(SOON_S)
         assert not stopping.is_alive()
     with pytest.raises(RemoteProtocolError, match="no connection"):
-        connect(server.address, LIMITS)
+        connect(server.address, LIMITS, session_framing(LIMITS))
 
 
 def test_stop_closes_what_does_not_end_within_the_grace(start):
@@ -322,13 +322,9 @@ def test_plain_text_beyond_this_machine_is_refused(host):
     with pytest.raises(TransportError, match="TLS comes with the transport layer"):
         serve_sessions(Address(host, 0), echo, LIMITS, 1)
     with pytest.raises(TransportError, match="SSH tunnel"):
-        connect(Address(host, 1), LIMITS)
+        connect(Address(host, 1), LIMITS, session_framing(LIMITS))
 
 
 def test_server_without_workers_is_refused():
     with pytest.raises(ParameterError):
         serve_sessions(LOOPBACK, echo, LIMITS, 0)
-
-
-def test_magic_is_eight_bytes():
-    assert MAGIC == b"heinfer\x02"

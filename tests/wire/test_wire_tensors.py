@@ -123,25 +123,50 @@ RESULT = [ResultHeader(1, GOOD[0].tensors), *GOOD[1:], Statistics(b"{}")]
 
 
 def test_result_with_and_without_statistics():
-    header, tensors, statistics = read_result(RESULT, LIMITS)
+    header, tensors, statistics = read_result(RESULT, LIMITS, True)
     assert header.request_id == 1
     assert statistics == Statistics(b"{}")
     np.testing.assert_array_equal(tensors["x"], np.ones(4, np.float32))
-    assert read_result(RESULT[:-1], LIMITS)[2] is None
+    assert read_result(RESULT[:-1], LIMITS, False)[2] is None
 
 
 @pytest.mark.parametrize(
     "events",
-    [[], RESULT[1:], RESULT[:2], [RESULT[0], RESULT[-1]], [*RESULT, RESULT[-1]], [RESULT[0], RESULT[0]], [RESULT[-1]]],
+    [
+        [],
+        RESULT[1:],
+        RESULT[:2],
+        RESULT[:-1],
+        [RESULT[0], RESULT[-1]],
+        [*RESULT[:-1], RESULT[-2]],
+        [RESULT[0], RESULT[0]],
+    ],
 )
 def test_result_out_of_order_is_refused(events):
     with pytest.raises(RemoteProtocolError):
-        read_result(events, LIMITS)
+        read_result(events, LIMITS, True)
+
+
+def test_nothing_is_read_after_the_last_byte():
+    query, result = iter([*GOOD, "next"]), iter([*RESULT[:-1], "next"])
+    read_query(query, LIMITS)
+    read_result(result, LIMITS, False)
+    assert [*query, *result] == ["next", "next"]
+
+
+def test_query_may_be_refused_by_its_header_before_anything_else_is_read():
+    def refuse(header):
+        raise InputError(f"not query {header.request_id}")
+
+    query = iter(GOOD)
+    with pytest.raises(InputError, match="not query 1"):
+        read_query(query, LIMITS, refuse)
+    assert len(list(query)) == len(GOOD) - 1
 
 
 def test_failure_of_a_query_is_raised_with_code_and_reason():
     with pytest.raises(QueryFailedError, match="too hot") as caught:
-        read_result([*RESULT[:2], QueryFailure(QueryFailureCode.INTEGRITY, "too hot")], LIMITS)
+        read_result([*RESULT[:2], QueryFailure(QueryFailureCode.INTEGRITY, "too hot")], LIMITS, True)
     assert caught.value.code is QueryFailureCode.INTEGRITY
 
 
@@ -151,7 +176,7 @@ def test_failure_of_a_query_is_raised_with_code_and_reason():
         {"chunk_bytes": 0},
         {"max_rows": -1},
         {"idle_s": float("nan")},
-        {"message_bytes": 2**20},
+        {"chunk_bytes": 2**31},
         {"message_bytes": 2**31},
     ],
 )

@@ -1,1 +1,1 @@
-"""Generated protobuf and gRPC stubs; the source is heinfer.proto, which says how to make them again."""
+"""Generated protobuf stubs; the source is heinfer.proto, which says how to make them again."""

@@ -132,10 +132,6 @@ class Failure(_message.Message):
     code: FailureCode
     def __init__(self, code: _Optional[_Union[FailureCode, str]] = ...) -> None: ...
 
-class DescribeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class TensorSpec(_message.Message):
     __slots__ = ("name", "dtype", "dims")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -162,25 +158,33 @@ class Description(_message.Message):
     outputs: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     def __init__(self, protocol_version: _Optional[int] = ..., plan_hash: _Optional[bytes] = ..., mode: _Optional[_Union[Mode, str]] = ..., max_samples: _Optional[int] = ..., inputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
 
+class Describe(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class QueryMessage(_message.Message):
-    __slots__ = ("header", "chunk")
+    __slots__ = ("header", "chunk", "describe")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    DESCRIBE_FIELD_NUMBER: _ClassVar[int]
     header: QueryHeader
     chunk: TensorChunk
-    def __init__(self, header: _Optional[_Union[QueryHeader, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ...) -> None: ...
+    describe: Describe
+    def __init__(self, header: _Optional[_Union[QueryHeader, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ..., describe: _Optional[_Union[Describe, _Mapping]] = ...) -> None: ...
 
 class ResultMessage(_message.Message):
-    __slots__ = ("header", "chunk", "statistics", "failure")
+    __slots__ = ("header", "chunk", "statistics", "failure", "description")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     header: ResultHeader
     chunk: TensorChunk
     statistics: Statistics
     failure: QueryFailure
-    def __init__(self, header: _Optional[_Union[ResultHeader, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., failure: _Optional[_Union[QueryFailure, _Mapping]] = ...) -> None: ...
+    description: Description
+    def __init__(self, header: _Optional[_Union[ResultHeader, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., failure: _Optional[_Union[QueryFailure, _Mapping]] = ..., description: _Optional[_Union[Description, _Mapping]] = ...) -> None: ...
 
 class QueryHeader(_message.Message):
     __slots__ = ("request_id", "tensors", "want_statistics", "trace_samples", "first")
@@ -207,14 +211,12 @@ class ResultHeader(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., first: _Optional[_Union[TensorChunk, _Mapping]] = ...) -> None: ...
 
 class TensorChunk(_message.Message):
-    __slots__ = ("tensor", "offset", "data")
+    __slots__ = ("tensor", "offset")
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
     tensor: int
     offset: int
-    data: bytes
-    def __init__(self, tensor: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, tensor: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class Statistics(_message.Message):
     __slots__ = ("json",)
