@@ -14,8 +14,8 @@ from heinfer.processes import core_count, prepare_environment
 
 def main(
     recipe: Annotated[Path, typer.Argument(help="Recipe in TOML, for example models/recipes/mnist_lenet5.toml.")],
-    data: Annotated[Path, typer.Option("--data", help="Labelled images as .npz.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the release to.")],
+    data: Annotated[Path | None, typer.Option("--data", help="File or folder with the data.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads to train with; by default all cores.")] = core_count(),
 ) -> None:
     """Train a model without differential privacy and write model.onnx, card.json and samples.npz."""
@@ -23,14 +23,17 @@ def main(
 
     import torch
 
-    from heinfer.training.release import release
+    from heinfer.training.datasets.loading import load_dataset
+    from heinfer.training.recipe import read_recipe
+    from heinfer.training.release import release_model
     from heinfer.training.trainer import training_progress
 
     torch.set_num_threads(threads)
     console = Console()
     try:
         with training_progress(console) as progress:
-            card = release(recipe, data, output, progress)
+            settings = read_recipe(recipe)
+            card = release_model(settings, load_dataset(settings.data, data), output, progress)
     except HeinferError as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False)
         raise typer.Exit(1) from error

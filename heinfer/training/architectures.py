@@ -1,100 +1,119 @@
-"""Network architectures, by name.
+"""Network architectures, by name or as "module:function".
 
-Each takes images with values in [0, 1] and normalises them itself, so that whoever runs the exported model needs to
-know no statistics of the training data. The layers are plain convolutions, poolings, ReLUs and linear maps with static
-shapes: all of them can be placed on the server or the node.
+Each takes images with values in [0, 1], or the rows of a table, and normalises them itself, so that whoever runs the
+exported model needs to know no statistics of the training data. None mixes the records of a batch, and all have static
+shapes: every layer can be placed on the server or the node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from heinfer.errors import InputError
+from heinfer.training.datasets.registry import Ranges
+from heinfer.training.input_scaling import DeclaredRanges
+from heinfer.training.resnet import ResNet20
+from heinfer.training.scattering_networks import make_scattering_cnn, make_scattering_linear
+from heinfer.training.settings import suggest
+from heinfer.training.small_networks import LeNet5, Mlp, TanhCnn
 
-#: Mean and standard deviation of the pixels of the 60,000 MNIST training images, scaled to [0, 1].
-MNIST_MEAN = 0.1307
-MNIST_DEVIATION = 0.3081
+#: Makes an untrained network of (input_shape, classes, **options); its weights come from torch's global generator.
+Builder = Callable[..., nn.Module]
 
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """A network that the trainer can build.
-
-    Attributes:
-        build: makes an untrained network; its weights come from torch's global generator.
-        image_shape: channels, height and width of one image.
-        classes: number of logits.
-    """
-
-    build: Callable[[], nn.Module]
-    image_shape: tuple[int, int, int]
-    classes: int
-
-
-class LeNet5(nn.Module):
-    """LeNet-5 with ReLU and max pooling: 44,426 weights.
-
-    The layers are those of LeCun et al., "Gradient-based learning applied to document recognition" (1998), for 28x28
-    images without padding; ReLU, max pooling and the linear output are the usual modern substitutes.
-    """
-
-    def __init__(self, mean: float = MNIST_MEAN, deviation: float = MNIST_DEVIATION) -> None:
-        """Make the layers, untrained.
-
-        Args:
-            mean: subtracted from every pixel.
-            deviation: divides every pixel after that.
-        """
-        super().__init__()
-        self.mean = mean
-        self.deviation = deviation
-        self.features = nn.Sequential(
-            nn.Conv2d(1, 6, kernel_size=5),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(6, 16, kernel_size=5),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-        )
-        self.classifier = nn.Sequential(
-            nn.Linear(256, 120),
-            nn.ReLU(),
-            nn.Linear(120, 84),
-            nn.ReLU(),
-            nn.Linear(84, 10),
-        )
-
-    def forward(self, image: Tensor) -> Tensor:
-        """Classify images.
-
-        Args:
-            image: float32 in [0, 1], shape (batch, 1, 28, 28).
-
-        Returns:
-            float32 logits, shape (batch, 10).
-        """
-        normalised = (image - self.mean) / self.deviation
-        logits: Tensor = self.classifier(torch.flatten(self.features(normalised), start_dim=1))
-        return logits
-
-
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {"lenet5": Architecture(build=LeNet5, image_shape=(1, 28, 28), classes=10)}
+ARCHITECTURES: Mapping[str, Builder] = MappingProxyType(
+    {
+        "lenet5": LeNet5,
+        "mlp": Mlp,
+        "resnet20_gn": ResNet20,
+        "scattering_cnn": make_scattering_cnn,
+        "scattering_linear": make_scattering_linear,
+        "tanh_cnn": TanhCnn,
+    }
 )
 
 
-def find_architecture(name: str) -> Architecture:
-    """Look an architecture up.
+def build_network(
+    architecture: str,
+    input_shape: tuple[int, ...],
+    classes: int,
+    ranges: Ranges = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> nn.Module:
+    """Make an untrained network.
+
+    Args:
+        architecture: a name in `ARCHITECTURES`, or "module:function".
+        input_shape: shape of one record: channels, height and width, or (features,).
+        classes: number of logits.
+        ranges: declared bounds of a table's features; the network then scales them itself.
+        options: further arguments of the architecture, by name: a recipe's table [network].
+
+    Raises:
+        InputError: there is no such architecture or option, or the records don't fit it.
+    """
+    builder = find_architecture(architecture)
+    _check_options(architecture, builder, options)
+    try:
+        network = builder(input_shape=input_shape, classes=classes, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{architecture} can't be built for records of shape {input_shape}: {error}") from error
+    if not isinstance(network, nn.Module):
+        raise InputError(f"{architecture} gave {type(network).__name__}; expected a torch.nn.Module")
+    return nn.Sequential(DeclaredRanges(ranges), network) if ranges else network
+
+
+def find_architecture(name: str) -> Builder:
+    """Look an architecture up, or import it: from the current directory, or from an installed package.
 
     Raises:
         InputError: there is none of that name.
     """
-    try:
+    if name in ARCHITECTURES:
         return ARCHITECTURES[name]
-    except KeyError:
-        raise InputError(f"unknown architecture {name!r}; choose one of: {', '.join(sorted(ARCHITECTURES))}") from None
+    module, separator, function = name.partition(":")
+    if not separator:
+        raise InputError(
+            f"unknown architecture {name!r}{suggest(name, ARCHITECTURES)}; choose one of: "
+            f"{', '.join(sorted(ARCHITECTURES))}, or name your own as module:function"
+        )
+    try:
+        with _importing_from_here():
+            found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"cannot import the architecture {name!r}: {error}") from error
+    if not callable(found):
+        raise InputError(f"{name!r} is {type(found).__name__}; expected a function of (input_shape, classes)")
+    builder: Builder = found
+    return builder
+
+
+def _check_options(name: str, builder: Builder, options: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(builder).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    known = [key for key in parameters if key not in ("input_shape", "classes")]
+    for key in options:
+        if key not in known:
+            raise InputError(
+                f"{name} has no option {key!r}{suggest(key, known)}; [network] takes {', '.join(known) or 'nothing'}"
+            )
+
+
+@contextmanager
+def _importing_from_here() -> Iterator[None]:
+    """Let modules be found in the current directory, as they are for `python`; a console script leaves it out."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)

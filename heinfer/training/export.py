@@ -21,7 +21,7 @@ from torch import nn
 
 from heinfer.errors import HeinferError
 
-INPUT_NAME = "image"
+IMAGE_INPUT, TABLE_INPUT = "image", "features"
 OUTPUT_NAME = "logits"
 BATCH_AXIS = "batch"
 OPSET = 18
@@ -36,29 +36,34 @@ class ExportError(HeinferError):
     """The exported file does not compute what the network computes, or is not static: a bug here or in the exporter."""
 
 
-def export_network(network: nn.Module, image_shape: tuple[int, int, int]) -> onnx.ModelProto:
+def input_name(input_shape: tuple[int, ...]) -> str:
+    """Name of a model's input: `image` for (channels, height, width), `features` for the rows of a table."""
+    return TABLE_INPUT if len(input_shape) == 1 else IMAGE_INPUT
+
+
+def export_network(network: nn.Module, input_shape: tuple[int, ...]) -> onnx.ModelProto:
     """Export a network and check the result.
 
     Args:
-        network: takes float32 images (batch, *image_shape) as `image`, gives float32 logits (batch, classes). It is
-            left in evaluation mode.
-        image_shape: channels, height and width.
+        network: takes float32 records (batch, *input_shape), gives float32 logits (batch, classes). It is left in
+            evaluation mode.
+        input_shape: channels, height and width of an image, or (features,).
 
     Returns:
-        A checked model of opset 18 with input `image`, output `logits`, and its weights inside.
+        A checked model of opset 18 with the input that `input_name` says, output `logits`, and its weights inside.
 
     Raises:
         ExportError: the graph is not static, or onnxruntime and torch disagree.
     """
     network.eval()
-    example = torch.zeros(2, *image_shape)  # a batch of 1 would be taken for a constant
+    example = torch.zeros(2, *input_shape)  # a batch of 1 would be taken for a constant
     with _quiet_exporter():
         program = torch.onnx.export(
             network,
             (example,),
             dynamo=True,
             dynamic_shapes=({0: torch.export.Dim(BATCH_AXIS, min=1)},),
-            input_names=[INPUT_NAME],
+            input_names=[input_name(input_shape)],
             output_names=[OUTPUT_NAME],
             opset_version=OPSET,
             external_data=False,
@@ -71,28 +76,28 @@ def export_network(network: nn.Module, image_shape: tuple[int, int, int]) -> onn
     onnx.checker.check_model(model, full_check=True)
     _check_static(model)
     for batch in (1, 3):
-        _check_agreement(network, model, (batch, *image_shape))
+        _check_agreement(network, model, (batch, *input_shape))
     return model
 
 
-def run_model(model: onnx.ModelProto, images: NDArray[np.float32], batch: int = 1000) -> NDArray[np.float32]:
+def run_model(model: onnx.ModelProto, inputs: NDArray[np.float32], batch: int = 1000) -> NDArray[np.float32]:
     """Run an exported model with onnxruntime, on one thread.
 
     Args:
         model: a model made by `export_network`.
-        images: float32, shape (images, channels, height, width).
-        batch: images per run; bounds memory.
+        inputs: float32, shape (records, *input_shape).
+        batch: records per run; bounds memory.
 
     Returns:
-        float32 logits, shape (images, classes).
+        float32 logits, shape (records, classes).
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     parts = [
-        session.run([OUTPUT_NAME], {INPUT_NAME: images[start : start + batch]})[0]
-        for start in range(0, len(images), batch)
+        session.run([OUTPUT_NAME], {model.graph.input[0].name: inputs[start : start + batch]})[0]
+        for start in range(0, len(inputs), batch)
     ]
     return np.concatenate(parts)
 
@@ -116,10 +121,10 @@ def _check_static(model: onnx.ModelProto) -> None:
 
 
 def _check_agreement(network: nn.Module, model: onnx.ModelProto, shape: tuple[int, ...]) -> None:
-    images = np.random.default_rng(0).random(shape, dtype=np.float32)
+    inputs = np.random.default_rng(0).random(shape, dtype=np.float32)
     with torch.no_grad():
-        expected = network(torch.from_numpy(images)).numpy()
-    found = run_model(model, images)
+        expected = network(torch.from_numpy(inputs)).numpy()
+    found = run_model(model, inputs)
     difference = float(np.abs(found - expected).max())
     bound = RELATIVE_TOLERANCE * float(np.abs(expected).max())
     if not difference <= bound:  # written so that a NaN fails

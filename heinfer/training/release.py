@@ -2,7 +2,8 @@
 
     model.onnx    the network (see `heinfer.training.export`)
     card.json     recipe, accuracy, data and their licence, privacy, versions (see `make_card`)
-    samples.npz   the first 1,000 test images: `x` float32 (images, 1, height, width) in [0, 1], `y` int64 (images,)
+    samples.npz   the first test records, 1,000 unless the recipe says otherwise: `x` float32 (records, *input_shape),
+                  as the model takes them, `y` int64 (records,)
 
 The folder appears complete or not at all: it is written beside its place and renamed.
 """
@@ -16,7 +17,6 @@ import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 from heinfer.errors import HeinferError, InputError
-from heinfer.training.architectures import Architecture, find_architecture
-from heinfer.training.data import ImageData, as_unit_range, load_images
-from heinfer.training.export import INPUT_NAME, OUTPUT_NAME, export_network, run_model
-from heinfer.training.recipe import Recipe, read_recipe
+from heinfer.training.architectures import find_architecture
+from heinfer.training.datasets.dataset import Dataset, model_inputs
+from heinfer.training.datasets.loading import load_dataset
+from heinfer.training.export import OUTPUT_NAME, export_network, input_name, run_model
+from heinfer.training.recipe import Recipe, read_recipe, recipe_to_json
 from heinfer.training.trainer import train
 
 _logger = logging.getLogger(__name__)
@@ -39,7 +40,6 @@ MODEL_FILE = "model.onnx"
 CARD_FILE = "card.json"
 SAMPLES_FILE = "samples.npz"
 CARD_FORMAT = 1
-SAMPLE_IMAGES = 1000
 
 PRIVACY_NOTE = (
     "Trained without differential privacy: epsilon is null because there is no bound on what the weights reveal about "
@@ -53,11 +53,22 @@ class AccuracyFloorError(HeinferError):
 
 
 def release(recipe_path: Path, data_path: Path, output_dir: Path, progress: Progress | None = None) -> dict[str, Any]:
-    """Train a model, export it and write its folder.
+    """Read a recipe and data, and do as `release_model`, which see.
+
+    Raises:
+        InputError: also where the recipe or the data are unusable.
+    """
+    recipe = read_recipe(recipe_path)
+    find_architecture(recipe.architecture)  # before the data are read
+    return release_model(recipe, load_dataset(recipe.data, data_path), output_dir, progress)
+
+
+def release_model(recipe: Recipe, data: Dataset, output_dir: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Train a model without privacy, export it and write its folder.
 
     Args:
-        recipe_path: a recipe in TOML.
-        data_path: labelled images as .npz.
+        recipe: without a table [privacy].
+        data: what to train and test on.
         output_dir: the folder to make; an earlier release there is replaced.
         progress: a bar made by `heinfer.training.trainer.training_progress` and already started, or None.
 
@@ -65,24 +76,19 @@ def release(recipe_path: Path, data_path: Path, output_dir: Path, progress: Prog
         The card, as written to card.json.
 
     Raises:
-        InputError: the recipe or the data are unusable, or `output_dir` is not writable or holds something else than a
+        InputError: the recipe does not fit the data, or `output_dir` is not writable or holds something else than a
             release.
         AccuracyFloorError: the test accuracy is below the recipe's floor; nothing is written.
         ExportError: the exported model does not compute what the network computes.
     """
-    recipe = read_recipe(recipe_path)
-    architecture = find_architecture(recipe.architecture)
-    data = load_images(data_path, recipe.data)
     _check_replaceable(output_dir)
     with _staged(output_dir) as folder:  # made before training, so that a place that is not writable is noticed
-        card = _train_into(folder, recipe, architecture, data, progress)
+        card = _train_into(folder, recipe, data, progress)
     _logger.info("released %s, test accuracy %.4f", recipe.name, card["accuracy"])
     return card
 
 
-def _train_into(
-    folder: Path, recipe: Recipe, architecture: Architecture, data: ImageData, progress: Progress | None
-) -> dict[str, Any]:
+def _train_into(folder: Path, recipe: Recipe, data: Dataset, progress: Progress | None) -> dict[str, Any]:
     """Train and write the three files."""
     trained = train(recipe, data, progress)
     if trained.test_accuracy < recipe.accuracy_floor:
@@ -90,38 +96,35 @@ def _train_into(
             f"{recipe.name} reached a test accuracy of {trained.test_accuracy:.4f}, its recipe demands "
             f"{recipe.accuracy_floor:.4f}: train longer, change the recipe, or lower accuracy_floor"
         )
-    model = export_network(trained.network, architecture.image_shape)
-    card = make_card(recipe, architecture, data, _correct_answers(model, data))
+    model = export_network(trained.network, data.input_shape)
+    card = make_card(recipe, data, _correct_answers(model, data))
     onnx.save_model(model, folder / MODEL_FILE)
     (folder / CARD_FILE).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     np.savez_compressed(
         folder / SAMPLES_FILE,
-        x=as_unit_range(data.test_images[:SAMPLE_IMAGES]),
-        y=data.test_labels[:SAMPLE_IMAGES].astype(np.int64),
+        x=model_inputs(data.test.inputs[: recipe.output.samples]),
+        y=data.test.labels[: recipe.output.samples],
     )
     return card
 
 
-def make_card(
-    recipe: Recipe, architecture: Architecture, data: ImageData, correct: NDArray[np.bool_]
-) -> dict[str, Any]:
+def make_card(recipe: Recipe, data: Dataset, correct: NDArray[np.bool_]) -> dict[str, Any]:
     """Say what the model is and how it came about.
 
     Args:
         recipe: what was trained.
-        architecture: the recipe's architecture.
         data: what it was trained and tested on.
-        correct: for every test image, whether the exported model classifies it correctly.
+        correct: for every test record, whether the exported model classifies it correctly.
 
     Returns:
         The contents of card.json.
     """
-    samples = correct[:SAMPLE_IMAGES]
+    samples = correct[: recipe.output.samples]
     return {
         "format": CARD_FORMAT,
         "name": recipe.name,
         "architecture": recipe.architecture,
-        "recipe": asdict(recipe),
+        "recipe": recipe_to_json(recipe),
         "seed": recipe.seed,
         "epsilon": None,
         "privacy": PRIVACY_NOTE,
@@ -129,21 +132,27 @@ def make_card(
         "data_license": recipe.data.license,
         "data_credit": recipe.data.credit,
         "data_fingerprint": data.fingerprint(),
-        "train_images": len(data.train_images) - recipe.held_out_images,
+        "train_images": len(data.train) - recipe.held_out_images,
         "test_images": len(correct),
         "accuracy": float(correct.mean()),
-        "samples": {"file": SAMPLES_FILE, "images": len(samples), "accuracy": float(samples.mean())},
+        "samples": {
+            "file": SAMPLES_FILE,
+            "images": len(samples),
+            "accuracy": float(samples.mean()) if len(samples) else None,
+        },
         "inputs": {
-            INPUT_NAME: {
+            input_name(data.input_shape): {
                 "dtype": "float32",
-                "shape": ["batch", *architecture.image_shape],
-                "meaning": "pixels divided by 255, in [0, 1]; the model normalises them itself",
+                "shape": ["batch", *data.input_shape],
+                "meaning": "rows of the table as they are; the model scales them itself"
+                if data.is_table
+                else "pixels divided by 255, in [0, 1]; the model normalises them itself",
             }
         },
         "outputs": {
             OUTPUT_NAME: {
                 "dtype": "float32",
-                "shape": ["batch", architecture.classes],
+                "shape": ["batch", data.classes],
                 "meaning": "one logit for each class; the largest is the predicted label",
             }
         },
@@ -151,10 +160,10 @@ def make_card(
     }
 
 
-def _correct_answers(model: onnx.ModelProto, data: ImageData) -> NDArray[np.bool_]:
-    """For every test image, whether the exported model classifies it correctly."""
-    predicted = run_model(model, as_unit_range(data.test_images)).argmax(axis=1)
-    return np.asarray(predicted == data.test_labels)
+def _correct_answers(model: onnx.ModelProto, data: Dataset) -> NDArray[np.bool_]:
+    """For every test record, whether the exported model classifies it correctly."""
+    predicted = run_model(model, model_inputs(data.test.inputs)).argmax(axis=1)
+    return np.asarray(predicted == data.test.labels)
 
 
 def _check_replaceable(folder: Path) -> None:

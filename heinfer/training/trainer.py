@@ -14,18 +14,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
-from heinfer.training.architectures import find_architecture
-from heinfer.training.data import PIXEL_MAXIMUM, ImageData
-from heinfer.training.recipe import Augmentation, Recipe, Schedule
+from heinfer.errors import InputError
+from heinfer.training.architectures import build_network
+from heinfer.training.augmentation import augment
+from heinfer.training.datasets.dataset import PIXEL_MAXIMUM, Dataset, Examples
+from heinfer.training.optimisers import make_optimiser, make_schedule
+from heinfer.training.recipe import Recipe
 
 _logger = logging.getLogger(__name__)
 
@@ -50,23 +50,20 @@ class TrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Labelled:
-    """Images and labels on the training device: uint8 (images, 1, height, width) and int64 (images,)."""
+    """Records and labels on the training device, as in `Examples`."""
 
-    images: Tensor
+    inputs: Tensor
     labels: Tensor
 
     @classmethod
-    def from_arrays(cls, images: NDArray[np.uint8], labels: NDArray[np.uint8], device: torch.device) -> _Labelled:
-        return cls(
-            torch.tensor(images, device=device).unsqueeze(1),
-            torch.tensor(labels.astype(np.int64), device=device),
-        )
+    def from_examples(cls, examples: Examples, device: torch.device) -> _Labelled:
+        return cls(torch.tensor(examples.inputs, device=device), torch.tensor(examples.labels, device=device))
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def select(self, indices: Tensor) -> _Labelled:
-        return _Labelled(self.images[indices], self.labels[indices])
+        return _Labelled(self.inputs[indices], self.labels[indices])
 
 
 def training_progress(console: Console | None = None) -> Progress:
@@ -81,32 +78,34 @@ def training_progress(console: Console | None = None) -> Progress:
     )
 
 
-def train(recipe: Recipe, data: ImageData, progress: Progress | None = None) -> TrainedModel:
+def train(recipe: Recipe, data: Dataset, progress: Progress | None = None) -> TrainedModel:
     """Train a network as the recipe says.
 
     Args:
         recipe: the settings.
-        data: images that fit the recipe's architecture.
+        data: records that fit the recipe's architecture.
         progress: a bar made by `training_progress` and already started; None trains in silence.
 
     Raises:
-        InputError: the architecture is unknown, or the data do not fit it or the number of held-out images.
+        InputError: the architecture is unknown, the data do not fit it or the number of held-out images, or the recipe
+            asks for what this loop does not do.
     """
-    architecture = find_architecture(recipe.architecture)
-    data.require(architecture.image_shape, architecture.classes, recipe.held_out_images)
+    seed = _check(recipe, data)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.random.fork_rng():
-        torch.manual_seed(recipe.seed)
-        network = architecture.build().to(device)
-    generator = torch.Generator().manual_seed(recipe.seed)
+        torch.manual_seed(seed)
+        network = build_network(recipe.architecture, data.input_shape, data.classes, data.ranges, recipe.network).to(
+            device
+        )
+    generator = torch.Generator().manual_seed(seed)
 
-    everything = _Labelled.from_arrays(data.train_images, data.train_labels, device)
+    everything = _Labelled.from_examples(data.train, device)
     order = torch.randperm(len(everything), generator=generator)
     held_out = everything.select(order[: recipe.held_out_images])
     kept = everything.select(order[recipe.held_out_images :])
     _fit(network, recipe, kept, held_out, generator, progress)
 
-    test = _Labelled.from_arrays(data.test_images, data.test_labels, device)
+    test = _Labelled.from_examples(data.test, device)
     test_accuracy = _accuracy(network, test)
     _logger.info("trained %s: test accuracy %.4f", recipe.name, test_accuracy)
     return TrainedModel(
@@ -126,14 +125,14 @@ def _fit(
 ) -> None:
     """Take all steps of the recipe."""
     steps = recipe.epochs * math.ceil(len(kept) / recipe.batch_size)
-    optimiser = torch.optim.AdamW(network.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
-    schedule = _make_schedule(optimiser, recipe, steps)
+    optimiser = make_optimiser(network.parameters(), recipe.optimiser)
+    schedule = make_schedule(optimiser, recipe.optimiser, steps)
     task = None if progress is None else progress.add_task(recipe.name, total=steps, loss="-", accuracy="-")
     for epoch in range(1, recipe.epochs + 1):
         network.train()
         total_loss = 0.0
         for batch in _batches(kept, recipe.batch_size, generator):
-            images = augment(_unit_range(batch.images), recipe.augmentation, generator)
+            images = augment(_model_inputs(batch.inputs), recipe.augmentation, generator)
             loss = functional.cross_entropy(network(images), batch.labels)
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -150,10 +149,23 @@ def _fit(
         )
 
 
-def _make_schedule(optimiser: torch.optim.Optimizer, recipe: Recipe, steps: int) -> LRScheduler:
-    if recipe.schedule is Schedule.ONE_CYCLE:
-        return OneCycleLR(optimiser, max_lr=recipe.learning_rate, total_steps=steps + 1)
-    return CosineAnnealingLR(optimiser, T_max=steps)
+def _check(recipe: Recipe, data: Dataset) -> int:
+    """Refuse what this loop does not do, rather than leaving it out in silence; return the seed."""
+    asked = [name for name in ("privacy", "pretraining", "distillation") if getattr(recipe, name) is not None]
+    asked += ["optimiser.ema"] if recipe.optimiser.ema else []
+    if asked or recipe.seed is None:
+        raise InputError(
+            f"the recipe asks for {', '.join(asked) or 'training without a seed'}; this loop trains without privacy, "
+            "from a seed, on one data set"
+        )
+    if data.is_table and recipe.augmentation.changes_images:
+        raise InputError("augmentation changes images, the data are a table; leave the table [augmentation] out")
+    if recipe.held_out_images >= len(data.train):
+        raise InputError(
+            f"held_out_images = {recipe.held_out_images} leaves none of the {len(data.train)} training images; "
+            "lower it in the recipe"
+        )
+    return recipe.seed
 
 
 def _batches(labelled: _Labelled, batch_size: int, generator: torch.Generator) -> Iterator[_Labelled]:
@@ -163,40 +175,9 @@ def _batches(labelled: _Labelled, batch_size: int, generator: torch.Generator) -
         yield labelled.select(order[start : start + batch_size])
 
 
-def _unit_range(images: Tensor) -> Tensor:
-    """What `heinfer.training.data.as_unit_range` does, on the training device."""
-    return images.float() / PIXEL_MAXIMUM
-
-
-def augment(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
-    """Shift and rotate every image at random; pixels from outside are zero, values between pixels bilinear.
-
-    Args:
-        images: float32, shape (batch, channels, height, width).
-        augmentation: largest shift and rotation; both 0 returns the images as they are.
-        generator: source of the draws, on the CPU.
-
-    Returns:
-        float32, the shape of `images`.
-    """
-    if augmentation == Augmentation():
-        return images
-    batch, _, height, width = images.shape
-    draws = 2 * torch.rand(batch, 3, generator=generator) - 1
-    angles = torch.deg2rad(draws[:, 0] * augmentation.rotation_degrees)
-    # affine_grid's coordinates run from -1 to 1 across the image: a pixel is 2/width or 2/height of that.
-    shift_x = draws[:, 1] * augmentation.shift_pixels * 2 / width
-    shift_y = draws[:, 2] * augmentation.shift_pixels * 2 / height
-    # The rotation's off-diagonal terms carry the aspect ratio, so that images that are not square are not sheared.
-    transforms = torch.stack(
-        [
-            torch.stack([angles.cos(), -angles.sin() * height / width, shift_x], dim=1),
-            torch.stack([angles.sin() * width / height, angles.cos(), shift_y], dim=1),
-        ],
-        dim=1,
-    )
-    grid = functional.affine_grid(transforms, list(images.shape), align_corners=False)
-    return functional.grid_sample(images, grid.to(images.device), padding_mode="zeros", align_corners=False)
+def _model_inputs(inputs: Tensor) -> Tensor:
+    """What `heinfer.training.datasets.dataset.model_inputs` does, on the training device."""
+    return inputs.float() / PIXEL_MAXIMUM if inputs.dtype == torch.uint8 else inputs
 
 
 @torch.no_grad()
@@ -206,6 +187,6 @@ def _accuracy(network: nn.Module, labelled: _Labelled) -> float:
     correct = 0
     for start in range(0, len(labelled), EVALUATION_BATCH):
         stop = start + EVALUATION_BATCH
-        predicted = network(_unit_range(labelled.images[start:stop])).argmax(dim=1)
+        predicted = network(_model_inputs(labelled.inputs[start:stop])).argmax(dim=1)
         correct += int((predicted == labelled.labels[start:stop]).sum())
     return correct / len(labelled)

@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 
 import onnx  # noqa: E402
 
-from heinfer.training.architectures import LeNet5  # noqa: E402
 from heinfer.training.export import RELATIVE_TOLERANCE, ExportError, export_network, run_model  # noqa: E402
+from heinfer.training.small_networks import LeNet5, Mlp  # noqa: E402
 
 IMAGE_SHAPE = (1, 28, 28)
 
@@ -56,6 +56,13 @@ def test_export_network_graph_is_static_and_plain(model: onnx.ModelProto) -> Non
         "Sub", "Div", *convolution, *convolution, "Reshape", "Gemm", "Relu", "Gemm", "Relu", "Gemm",
     ]  # fmt: skip
     assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", 18)]
+
+
+def test_export_network_table_is_called_features() -> None:
+    model = export_network(Mlp((5,), 3), (5,))
+    (value,) = model.graph.input
+    assert value.name == "features"
+    assert run_model(model, np.zeros((7, 5), np.float32), batch=2).shape == (7, 3)
 
 
 def test_export_network_keeps_weights_inside_and_paths_outside(model: onnx.ModelProto) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,12 @@ torch = pytest.importorskip("torch")
 from rich.console import Console  # noqa: E402
 
 from heinfer.errors import InputError  # noqa: E402
-from heinfer.training.data import ImageData  # noqa: E402
-from heinfer.training.recipe import Augmentation, Recipe, parse_recipe  # noqa: E402
-from heinfer.training.release import AccuracyFloorError, release  # noqa: E402
-from heinfer.training.trainer import augment, train, training_progress  # noqa: E402
+from heinfer.training.augmentation import augment  # noqa: E402
+from heinfer.training.datasets.dataset import Dataset, Examples  # noqa: E402
+from heinfer.training.datasets.loading import load_dataset  # noqa: E402
+from heinfer.training.recipe import Augmentation, Recipe, parse_recipe, read_recipe  # noqa: E402
+from heinfer.training.release import AccuracyFloorError, release_model  # noqa: E402
+from heinfer.training.trainer import train, training_progress  # noqa: E402
 
 RECIPE = """
 name = "tiny"
@@ -43,21 +46,62 @@ credit = "nobody"
 """
 
 
-def make_data() -> ImageData:
+TABLE_RECIPE = """
+name = "table"
+architecture = "mlp"
+epochs = 30
+batch_size = 20
+learning_rate = 0.01
+schedule = "cosine"
+seed = 1
+accuracy_floor = 0.5
+
+[data]
+name = "Synthetic"
+license = "CC0"
+credit = "nobody"
+label = "level"
+test_fraction = 0.25
+range = [0, 4000]
+
+[data.ranges]
+small = [0, 0.001]
+"""
+
+
+def make_data() -> Dataset:
     """Ten random patterns, each seen through noise: easy, and nothing to learn without learning the patterns."""
     generator = np.random.default_rng(11)
     patterns = np.kron(generator.random((10, 7, 7)), np.ones((4, 4)))
 
-    def draw(count: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    def draw(count: int) -> Examples:
         labels = generator.integers(0, 10, count, dtype=np.uint8)
         noisy = patterns[labels] + generator.normal(0, 0.1, (count, 28, 28))
-        return (255 * noisy.clip(0, 1)).astype(np.uint8), labels
+        return Examples((255 * noisy.clip(0, 1)).astype(np.uint8)[:, np.newaxis], labels.astype(np.int64))
 
-    return ImageData(*draw(1600), *draw(400))
+    return Dataset("Synthetic", draw(1600), draw(400), classes=10)
+
+
+def write_data(path: Path, test_labels: NDArray[np.int64] | None = None) -> None:
+    """Write the data as an .npz archive, with other labels for the test images if they are given."""
+    data = make_data()
+    np.savez(
+        path,
+        train_images=data.train.inputs[:, 0],
+        train_labels=data.train.labels,
+        test_images=data.test.inputs[:, 0],
+        test_labels=data.test.labels if test_labels is None else test_labels,
+    )
 
 
 def make_recipe(schedule: str = "one-cycle", **changes: object) -> Recipe:
     return parse_recipe({**tomllib.loads(RECIPE.format(schedule=schedule, floor=0.5)), **changes})
+
+
+def release(recipe_path: Path, data_path: Path, folder: Path) -> dict[str, Any]:
+    """Train and release what two files say."""
+    recipe = read_recipe(recipe_path)
+    return release_model(recipe, load_dataset(recipe.data, data_path), folder)
 
 
 @pytest.fixture
@@ -70,14 +114,7 @@ def recipe_path(tmp_path: Path) -> Path:
 @pytest.fixture
 def data_path(tmp_path: Path) -> Path:
     path = tmp_path / "data.npz"
-    data = make_data()
-    np.savez(
-        path,
-        train_images=data.train_images,
-        train_labels=data.train_labels,
-        test_images=data.test_images,
-        test_labels=data.test_labels,
-    )
+    write_data(path)
     return path
 
 
@@ -118,6 +155,40 @@ def test_train_unknown_architecture_is_refused() -> None:
         train(make_recipe(architecture="perceptron"), make_data())
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"privacy": {"target_epsilon": 3.0}, "held_out_images": 0}, "asks for privacy"),
+        ({"distillation": {"teacher": "teacher.onnx"}}, "asks for distillation"),
+        ({"held_out_images": 1600}, "held_out_images = 1600 leaves none"),
+    ],
+)
+def test_train_what_the_loop_does_not_do_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        train(make_recipe(**changes), make_data())  # type: ignore[arg-type]
+
+
+def test_train_images_of_another_size_are_refused() -> None:
+    examples = Examples(np.zeros((10, 3, 32, 32), np.uint8), np.arange(10))
+    with pytest.raises(InputError, match=r"takes images of shape \(1, 28, 28\)"):
+        train(make_recipe(held_out_images=0), Dataset("Synthetic", examples, examples, classes=10))
+
+
+def test_train_table_learns_and_its_release_takes_raw_values(tmp_path: Path) -> None:
+    generator = np.random.default_rng(2)
+    rows = generator.uniform(size=(400, 2))
+    path = tmp_path / "table.csv"
+    lines = [f"{a * 4000:.3f},{b / 1000:.7f},{'high' if b > a else 'low'}" for a, b in rows]
+    path.write_text("\n".join(["large,small,level", *lines]), encoding="utf-8")
+    recipe = tmp_path / "table.toml"
+    recipe.write_text(TABLE_RECIPE, encoding="utf-8")
+    card = release(recipe, path, tmp_path / "table")
+    assert card["accuracy"] > 0.9
+    assert card["inputs"]["features"]["shape"] == ["batch", 2]
+    with np.load(tmp_path / "table" / "samples.npz") as samples:
+        assert samples["x"][:, 0].max() > 1000
+
+
 def test_augment_nothing_asked_returns_the_images() -> None:
     images = torch.rand(3, 1, 28, 28)
     assert augment(images, Augmentation(), torch.Generator()) is images
@@ -145,6 +216,15 @@ def test_augment_rotation_turns_about_the_centre_and_keeps_distances() -> None:
     assert -47.0 < angles.min() < -40.0
 
 
+def test_augment_flip_mirrors_about_half_of_the_images() -> None:
+    images = torch.rand(200, 1, 20, 30)
+    flipped = augment(images, Augmentation(flip=True), torch.Generator().manual_seed(0))
+    same = (flipped - images).abs().amax(dim=(1, 2, 3)) < 1e-4
+    mirrored = (flipped - images.flip(3)).abs().amax(dim=(1, 2, 3)) < 1e-4
+    assert bool((same ^ mirrored).all())
+    assert 70 < int(mirrored.sum()) < 130  # four standard deviations
+
+
 def centres(images: torch.Tensor) -> torch.Tensor:
     """Centre of mass of each image: row and column, shape (batch, 2)."""
     mass = images.sum(dim=(1, 2, 3))
@@ -161,8 +241,8 @@ def test_release_writes_a_complete_folder(recipe_path: Path, data_path: Path, tm
     assert [entry.name for entry in folder.parent.iterdir()] == ["tiny"]
     data = make_data()
     with np.load(folder / "samples.npz") as samples:
-        np.testing.assert_array_equal(np.rint(samples["x"] * 255).astype(np.uint8)[:, 0], data.test_images)
-        np.testing.assert_array_equal(samples["y"], data.test_labels)
+        np.testing.assert_array_equal(np.rint(samples["x"] * 255).astype(np.uint8), data.test.inputs)
+        np.testing.assert_array_equal(samples["y"], data.test.labels)
 
 
 def test_release_replaces_an_earlier_one(recipe_path: Path, data_path: Path, tmp_path: Path) -> None:
@@ -211,15 +291,7 @@ def test_release_failed_run_keeps_the_earlier_release(
 
 
 def test_release_below_the_floor_writes_nothing(recipe_path: Path, data_path: Path, tmp_path: Path) -> None:
-    data = make_data()
-    shuffled = np.random.default_rng(0).permutation(data.test_labels)  # nobody reaches the floor on these
-    np.savez(
-        data_path,
-        train_images=data.train_images,
-        train_labels=data.train_labels,
-        test_images=data.test_images,
-        test_labels=shuffled,
-    )
+    write_data(data_path, np.random.default_rng(0).permutation(make_data().test.labels))  # nobody reaches the floor
     folder = tmp_path / "tiny"
     with pytest.raises(AccuracyFloorError, match=r"demands 0\.5000"):
         release(recipe_path, data_path, folder)
