@@ -44,7 +44,7 @@ class RemoteProtocolError(ProtocolError):
 
 
 class IntegrityError(HeinferError):
-    """An answer is not the one that an honest server gives."""
+    """An answer is not the one that an honest server gives, or a ledger is not what was written to it."""
 
 
 class PrivacyBudgetError(HeinferError):
