@@ -1,11 +1,12 @@
 """Write a bundle: plan, one folder for each party, the reference.
 
 requires  groups and built blocks
-ensures   a bundle that `heinfer.plan` loads, written as a whole or not at all
+ensures   a bundle that `heinfer.plan` loads, written as a whole or not at all, with the model's card if it has one
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from heinfer.cards import CARD_FILE, find_card
 from heinfer.errors import Offence, UnsupportedModelError
 from heinfer.plan import Digests, ModelInfo, NodeStep, OutputTerms, Plan, Reference, RingInfo, RoundStep, TensorSpec
 from heinfer.plan.bundle import (
@@ -123,9 +125,16 @@ def emit(result: Draft, content: bytes, target: Path, reference: bool, batch_hin
             write_plan(folder / PLAN_FILE, plan)
         _, plan_hash = read_plan(node)
         write_hints(node, plan, plan_hash, integers, batch_hints)
+        _write_card(work / CARD_FILE, content)
         if reference:
             _write_reference(work / "reference", result.reference(content))
     return plan
+
+
+def _write_card(path: Path, content: bytes) -> None:
+    card = find_card(onnx.load_model_from_string(content).metadata_props)
+    if card is not None:
+        path.write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
 
 
 def _write_reference(folder: Path, reference: Reference) -> None:

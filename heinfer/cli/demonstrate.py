@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 
 from heinfer.cli.screen import JsonOption, err, out, progress, table, write_json
 
-MODEL = "mnist_lenet5"
+MODEL = "mnist_dp"
 
 
 def register(app: typer.Typer) -> None:
@@ -25,16 +24,18 @@ def demo_command(
     """Classify MNIST digits under encryption: an untrusted server and a trusted node on this machine."""
     import numpy as np
 
+    from heinfer.cards import privacy_line, read_card
     from heinfer.cli.evaluating import show
     from heinfer.cli.partitioning import show_steps
     from heinfer.client import evaluate
     from partitioner import partition
 
     folder = released_folder(MODEL)
-    card = read_card(folder)
+    card = read_card(folder) or {}
     with np.load(folder / "samples.npz") as archive:
         x, y = archive["x"][:samples], archive["y"][:samples]
     out.print(f"Model: {card['name']}, {card['accuracy']:.2%} on the MNIST test set, {card['dataset']}")
+    out.print(f"Training records: {privacy_line(card)}\n")
     with tempfile.TemporaryDirectory() as scratch:
         bundle = Path(scratch) / "bundle"
         result = partition(folder / "model.onnx", bundle)
@@ -60,12 +61,6 @@ def plain_tops(folder: Path, x: object) -> list[int]:
 
     outputs = run_reference((folder / "model.onnx").read_bytes(), np.asarray(x), lambda done: None)
     return [int(i) for i in outputs.argmax(axis=1)]
-
-
-def read_card(folder: Path) -> dict[str, object]:
-    """Return a released model's card."""
-    card: dict[str, object] = json.loads((folder / "card.json").read_text())
-    return card
 
 
 def released_folder(name: str) -> Path:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from heinfer.cli import demonstrate, evaluating, inferring, partitioning, roles
+from heinfer.cli import demonstrate, evaluating, inferring, partitioning, privacy, roles, studies, training
 from heinfer.errors import HeinferError
 from heinfer.processes import prepare_environment
 
@@ -29,7 +29,7 @@ def options(
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-for group in (partitioning, roles, inferring, evaluating, demonstrate):
+for group in (partitioning, roles, inferring, evaluating, demonstrate, training, privacy, studies):
     group.register(app)
 
 

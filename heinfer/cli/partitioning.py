@@ -82,6 +82,7 @@ def inspect_command(bundle: BundleArgument, json: JsonOption = None) -> None:
         if (bundle / name).exists():
             load(bundle / name)
     figures = describe(plan)
+    show_card_line(bundle, figures)
     show_steps(plan)
     ring = figures["parameters"]
     out.print(
@@ -99,6 +100,18 @@ def inspect_command(bundle: BundleArgument, json: JsonOption = None) -> None:
         bounds.add_row(str(index), f"{block['unit_bound']:.1e}", ", ".join(block["operators"]))
     out.print(bounds)
     write_json(json, figures)
+
+
+def show_card_line(bundle: Path, figures: dict[str, Any]) -> None:
+    """Print what the model's card says of privacy and accuracy, and add it to the figures."""
+    from heinfer.cards import privacy_line, read_card
+
+    card = figures["card"] = read_card(bundle)
+    if card is not None:
+        accuracy = card.get("accuracy")
+        shown = f", accuracy {accuracy:.2%}" if isinstance(accuracy, float) else ""
+        out.print(f"Model: {card.get('name')}, trained on {card.get('dataset')}{shown}")
+        out.print(f"Training records: {privacy_line(card)}")
 
 
 def _show_prepared(figures: dict[str, Any]) -> None:

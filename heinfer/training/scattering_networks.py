@@ -29,11 +29,11 @@ class ScatteringNetwork(nn.Module):
     """Features and head.
 
     Attributes:
-        features: has no weights.
+        features: scattering transform and normalisation; have no weights.
         head: is trained; takes what `features` gives.
     """
 
-    def __init__(self, features: ScatteringFeatures, head: nn.Module) -> None:
+    def __init__(self, features: nn.Module, head: nn.Module) -> None:
         super().__init__()
         self.features = features
         self.head = head
@@ -83,19 +83,21 @@ def make_scattering_cnn(
     Raises:
         InputError: the images don't have scattering features, or the options don't fit together.
     """
-    features = _make_features(input_shape)
+    transform = _make_features(input_shape)
     if len(strides) != len(widths):
         raise InputError(f"expected one stride for each of {len(widths)} widths, found {len(strides)}")
-    channels, *size = features.output_shape
-    layers = _make_normalisation(normalisation, groups, channels)
+    channels, *size = transform.output_shape
+    fixed = [transform, *_make_normalisation(normalisation, groups, channels)]
+    layers: list[nn.Module] = []
     for (inputs, outputs), stride in zip(pairwise([channels, *widths]), strides, strict=True):
         layers += [nn.Conv2d(inputs, outputs, 3, stride, padding=1), nn.Tanh()]
         size = [(pixels - 1) // stride + 1 for pixels in size]
     flat = prod(size) * (widths[-1] if widths else channels)
-    layers.append(nn.Flatten())
+    (layers if widths else fixed).append(nn.Flatten())  # what has no weights is computed once
     if hidden:
         layers += [nn.Linear(flat, hidden), nn.Tanh()]
-    return ScatteringNetwork(features, nn.Sequential(*layers, nn.Linear(hidden or flat, classes)))
+    head = nn.Sequential(*layers, nn.Linear(hidden or flat, classes))
+    return ScatteringNetwork(nn.Sequential(*fixed), head)
 
 
 def make_scattering_linear(

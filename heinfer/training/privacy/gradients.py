@@ -311,15 +311,19 @@ class ClippedGradients:
                 self._give_up_fast("its gradients differ from autograd's")
         finally:
             self._mixed = mixed
-        dense = sum(parameter.numel() for parameter in self._parameters.values()) * 4
-        self._record_bytes = 2 * saved // (_CHECKED_RECORDS * copies) + dense
+        sizes = zip(self._parameters.values(), found, strict=True)
+        dense = sum(parameter.numel() for parameter, gradients in sizes if isinstance(gradients, Dense)) * 4
+        self._record_bytes = max(1, 2 * saved // (_CHECKED_RECORDS * copies) + dense)
 
     def _plain_sum(self, rows: Tensor, labels: Tensor, copies: int, weights: Tensor) -> tuple[list[Tensor], int]:
-        """Autograd's gradient of the weighted losses, and the bytes that it saved for the backward pass."""
+        """Autograd's gradient of the weighted losses, and the bytes of records that it saved for the backward pass."""
         sizes: dict[int, int] = {}
+        constant = {t.untyped_storage().data_ptr() for t in (*self._network.parameters(), *self._network.buffers())}
 
         def note(tensor: Tensor) -> Tensor:
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in constant:
+                sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):

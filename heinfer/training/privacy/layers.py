@@ -159,7 +159,7 @@ class Rows:
 
 
 def _row_norms(rows: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(rows.double(), dim=1)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return norms
 
 

@@ -1,0 +1,333 @@
+"""Private runs as a whole: what is charged, what a kill costs, what is refused before anything is spent."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import onnx
+import torch
+
+from heinfer.errors import InputError, ParameterError, PrivacyBudgetError
+from heinfer.training.account import RunAccount
+from heinfer.training.assembly import make_networks, make_run, plan_run
+from heinfer.training.checkpoint import read_checkpoint
+from heinfer.training.datasets.dataset import Dataset, Examples
+from heinfer.training.privacy.accounting import compute_epsilon, effective_multiplier
+from heinfer.training.privacy.clipping import Flat, PerLayer
+from heinfer.training.privacy.ledger import Ledger
+from heinfer.training.privacy.randomness import KeyedRandomness
+from heinfer.training.private_release import RunOptions, train_privately
+from heinfer.training.private_trainer import spread_noise
+from heinfer.training.recipe import parse_recipe
+from heinfer.training.runs import RunFolder
+
+RECIPE = {
+    "name": "tiny",
+    "architecture": "mlp",
+    "network": {"hidden": [8]},
+    "epochs": 6,
+    "batch_size": 40,
+    "accuracy_floor": 0.0,
+    "data": {"name": "blobs", "license": "none", "credit": "nobody", "normalise": "none"},
+    "privacy": {"target_epsilon": 3.0, "clip_norm": 0.5, "delta": 1e-4},
+    "optimiser": {"name": "sgd", "learning_rate": 0.5, "momentum": 0.9, "ema": 0.9},
+    "output": {"samples": 10},
+}
+
+
+def recipe(**changes):
+    settings = json.loads(json.dumps(RECIPE))
+    for place, value in changes.items():
+        table = settings
+        *path, last = place.split("__")
+        for name in path:
+            table = table.setdefault(name, {})
+        table[last] = value
+    return parse_recipe(settings)
+
+
+def blobs(records=400, seed=0):
+    """Three clouds of points in the plane, and as many for the test."""
+    random = np.random.default_rng(seed)
+    centres = np.array([[0, 2], [2, -1], [-2, -1]], np.float32)
+
+    def draw(count):
+        labels = np.arange(count) % 3
+        inputs = centres[labels] + random.normal(0, 0.5, (count, 2))
+        return Examples(inputs.astype(np.float32), labels.astype(np.int64))
+
+    return Dataset("blobs", draw(records), draw(300), 3)
+
+
+def weights(folder):
+    model = onnx.load(folder / "model.onnx")
+    return {w.name: onnx.numpy_helper.to_array(w) for w in model.graph.initializer}
+
+
+def ledger_of(folder, data):
+    return Ledger(Path(RunFolder(folder).read().ledger), data.private_fingerprint())
+
+
+def test_run_learns_within_its_budget_and_leaves_no_key_behind(tmp_path):
+    data, folder = blobs(), tmp_path / "run"
+    card = train_privately(recipe(), data, folder)
+    assert 2.9 < card["epsilon"] <= 3.0 < card["epsilon_rdp"]
+    assert card["accuracy"] > 0.9
+    assert (card["steps"], card["seed"], card["sampler"]) == (60, None, "poisson")
+    assert compute_epsilon(ledger_of(folder, data).spent(), 1e-4) == pytest.approx(card["epsilon"], abs=1e-9)
+    assert not RunFolder(folder).checkpoint.exists()
+    (metadata,) = onnx.load(folder / "model.onnx").metadata_props
+    assert json.loads(metadata.value) == json.loads((folder / "card.json").read_text())
+    assert list((folder / "private" / "tensorboard").iterdir())
+
+
+def test_two_unseeded_runs_differ_and_two_seeded_ones_do_not(tmp_path):
+    data = blobs()
+    for name, seed in (("a", None), ("b", None), ("c", 5), ("d", 5)):
+        card = train_privately(recipe(), data, tmp_path / name, RunOptions(seed=seed))
+        assert (card["epsilon"] is None) == (seed is not None)
+        assert ("Not private" in card["privacy"]) == (seed is not None)
+    found = {name: weights(tmp_path / name) for name in "abcd"}
+    assert any(not np.array_equal(found["a"][k], found["b"][k]) for k in found["a"])
+    assert all(np.array_equal(found["c"][k], found["d"][k]) for k in found["c"])
+
+
+class StopError(Exception):
+    pass
+
+
+class StopAt:
+    """An observer that ends the process' work at a step, as a kill would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, report, epsilon):
+        if report.step == self.step:
+            raise StopError
+
+    def on_accuracy(self, step, accuracy):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("step", [0, 6, 29, 59])
+@pytest.mark.parametrize("clipping", ["flat", "adaptive"])
+def test_run_that_is_stopped_and_resumed_ends_with_the_same_weights_and_pays_once(tmp_path, step, clipping):
+    data = blobs()
+    settings = recipe(
+        **({"privacy__clipping": "adaptive", "privacy__count_deviation": 4.0} if clipping != "flat" else {})
+    )
+    train_privately(settings, data, tmp_path / "whole", RunOptions(seed=3, ledger=tmp_path / "whole.jsonl"))
+    folder, ledger = tmp_path / "cut", tmp_path / "cut.jsonl"
+    with pytest.raises(StopError):
+        train_privately(
+            settings, data, folder, RunOptions(seed=3, ledger=ledger, checkpoint_every=7, observers=(StopAt(step),))
+        )
+    before = Ledger(ledger, data.private_fingerprint()).spent()
+    assert sum(m.count for m in before) == step + 1
+    card = train_privately(settings, data, folder, RunOptions(seed=3, resume=True, checkpoint_every=7))
+    after = Ledger(ledger, data.private_fingerprint()).spent()
+    assert after == Ledger(tmp_path / "whole.jsonl", data.private_fingerprint()).spent()
+    assert sum(m.count for m in after) == card["steps"] == 60
+    whole, cut = weights(tmp_path / "whole"), weights(folder)
+    assert all(np.array_equal(whole[name], cut[name]) for name in whole)
+
+
+@pytest.mark.slow
+def test_killed_process_resumes_without_loss_or_refund(tmp_path):
+    """SIGKILL at several moments of one run; the ledger never shrinks and ends with every step once."""
+    (tmp_path / "recipe.toml").write_text(TOML)
+    command = [
+        sys.executable,
+        "-m",
+        "heinfer.cli.main",
+        "train",
+        str(tmp_path / "recipe.toml"),
+        "-o",
+        str(tmp_path / "r"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    paid = 0
+    for attempt in range(3):
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, cwd=tmp_path) as process:
+            wait_for_steps(tmp_path, paid + 5, process)
+            process.send_signal(signal.SIGKILL)
+        (ledger,) = tmp_path.glob("ledger-*.jsonl")
+        now = sum(m.count for m in Ledger(ledger).spent())
+        assert now >= paid + 5
+        paid = now
+        if attempt == 0:
+            command.append("--resume")
+    subprocess.run(command, env=environment, check=True, capture_output=True, cwd=tmp_path, timeout=200)
+    card = json.loads((tmp_path / "r" / "card.json").read_text())
+    (mechanism,) = Ledger(ledger).spent()
+    assert mechanism.count == card["steps"] == 898
+    assert compute_epsilon([mechanism], card["delta"]) == pytest.approx(card["epsilon"], abs=1e-9)
+
+
+TOML = """
+name = "digits"
+architecture = "mlp"
+epochs = 5
+batch_size = 8
+accuracy_floor = 0.0
+data = { set = "digits" }
+privacy = { target_epsilon = 8.0, clip_norm = 0.5 }
+optimiser = { name = "sgd", learning_rate = 0.1 }
+"""
+
+
+def wait_for_steps(folder, count, process):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        found = list(folder.glob("ledger-*.jsonl"))
+        if found and found[0].read_bytes().count(b'"kind":"step"') >= count:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"no {count} steps: {process.stderr.read().decode()[-2000:]}")
+
+
+def test_resuming_with_other_data_recipe_or_seed_is_refused_and_spends_nothing(tmp_path):
+    data, folder = blobs(), tmp_path / "run"
+    with pytest.raises(StopError):
+        train_privately(recipe(), data, folder, RunOptions(observers=(StopAt(9),)))
+    spent = ledger_of(folder, data).spent()
+    resume = RunOptions(resume=True)
+    for settings, records, options, text in (
+        (recipe(), blobs(seed=1), resume, "other data"),
+        (recipe(privacy__clip_norm=1.0), data, resume, "another recipe .privacy"),
+        (recipe(), data, RunOptions(resume=True, seed=1), "another seed"),
+        (recipe(), data, RunOptions(resume=True, ledger=tmp_path / "x"), "leave --ledger out"),
+        (recipe(), data, RunOptions(), "add --resume"),
+    ):
+        with pytest.raises(InputError, match=text):
+            train_privately(settings, records, folder, options)
+    assert ledger_of(folder, data).spent() == spent
+    train_privately(recipe(), data, folder, resume)
+    for options in (resume, RunOptions()):
+        with pytest.raises(InputError, match="has ended"):
+            train_privately(recipe(), data, folder, options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"batch_size": 500}, ParameterError, "batch"),
+        ({"privacy__delta": 0.01}, ParameterError, "1 / N"),
+        ({"privacy__clipping": "per-layer", "privacy__clip_norms": [0.5]}, ParameterError, "2 layers"),
+        ({"architecture": "no_such"}, InputError, "unknown architecture"),
+        ({"network": {"hiden": [8]}}, InputError, "hidden"),
+    ],
+)
+def test_unusable_settings_are_refused_before_anything_is_spent(tmp_path, changes, error, text):
+    with pytest.raises(error, match=text):
+        train_privately(recipe(**changes), blobs(), tmp_path / "run")
+    assert not list(tmp_path.glob("ledger*"))
+
+
+def test_ledger_allowance_stops_a_run_one_step_short_of_passing_it(tmp_path):
+    data = blobs()
+    ledger = tmp_path / "ledger.jsonl"
+    train_privately(recipe(), data, tmp_path / "a", RunOptions(ledger=ledger))
+    allowance = 3.6
+    card = train_privately(recipe(), data, tmp_path / "b", RunOptions(ledger=ledger, allowance=allowance))
+    spent = Ledger(ledger, data.private_fingerprint()).spent()
+    assert 0 < card["steps"] < 60
+    assert compute_epsilon(spent, 1e-4) <= allowance
+    (single,) = {m.times(1) for m in spent}
+    assert compute_epsilon([*spent, single], 1e-4) > allowance
+    assert card["epsilon"] < 3.0
+    with pytest.raises(PrivacyBudgetError):
+        train_privately(recipe(), data, tmp_path / "c", RunOptions(ledger=ledger, allowance=allowance))
+
+
+def test_private_evaluation_is_paid_from_the_target(tmp_path):
+    data = blobs()
+    card = train_privately(recipe(privacy__evaluation_reserve=0.2), data, tmp_path / "run")
+    assert card["test_noise"] > 0
+    assert card["epsilon"] <= 3.0
+    assert card["accuracy"] == pytest.approx(0.97, abs=0.03 + 6 * card["test_noise"])
+    ledger = ledger_of(tmp_path / "run", data)
+    assert set(ledger.purposes(next(iter(ledger.runs())))) == {"training", "evaluation"}
+    assert compute_epsilon(ledger.spent(), 1e-4) == pytest.approx(card["epsilon"], abs=1e-9)
+    assert not (tmp_path / "run" / "samples.npz").exists(), "private test records were handed on"
+
+
+def test_noise_shares_keep_the_joint_multiplier():
+    clipping = PerLayer((0.5, 1.0, 2.0))
+    shares = spread_noise((0.7, 0.9, 1.2), clipping)
+    assert effective_multiplier(clipping.clip_norms, shares) == pytest.approx(1.0, rel=1e-12)
+    assert [s / c for s, c in zip(shares, clipping.clip_norms, strict=True)] == pytest.approx(
+        [x * shares[0] / 0.5 / 0.7 for x in (0.7, 0.9, 1.2)]
+    )
+    with pytest.raises(ParameterError):
+        spread_noise((1.0, 2.0), Flat(1.0))
+
+
+def test_noise_on_the_weights_has_the_deviation_that_is_accounted(tmp_path):
+    """One step with learning rate 1 and clipped gradients of nothing but noise: weights move by sigma C / B."""
+    settings = recipe(
+        epochs=1,
+        batch_size=400,
+        network={"hidden": [2000]},
+        privacy__clip_norm=1e-3,
+        optimiser={"name": "sgd", "learning_rate": 1.0},
+    )
+    data, randomness = blobs(), KeyedRandomness.from_seed(1)
+    plan = plan_run(settings, 400)
+    networks = make_networks(settings, data, randomness)
+    before = torch.cat([p.detach().flatten().clone() for p in networks.trained.parameters()])
+    run = make_run(settings, data, plan, networks, randomness)
+    run.advance(Free())
+    after = torch.cat([p.detach().flatten() for p in networks.trained.parameters()])
+    expected = plan.levels[0].noise_multiplier * 1e-3 / 400
+    signal = 400 * 1e-3 / 400 / np.sqrt(len(before))  # of the clipped gradients, at most
+    found = float((after - before).std())
+    assert found == pytest.approx(expected, rel=6 / np.sqrt(2 * len(before)) + (signal / expected) ** 2)
+
+
+class Free:
+    def charge(self, step, mechanism):
+        pass
+
+
+def test_account_charges_the_gate_before_the_ledger(tmp_path):
+    data = blobs()
+    ledger = Ledger(tmp_path / "l.jsonl", data.private_fingerprint())
+    plan = plan_run(recipe(), 400)
+    ledger.open_run("r", delta=plan.delta, settings={})
+    account = RunAccount(ledger, "r", plan)
+    for step in range(plan.steps):
+        account.charge(step, plan.mechanism(step))
+    with pytest.raises(PrivacyBudgetError):
+        account.charge(plan.steps, plan.mechanism(0))
+    assert sum(m.count for m in ledger.spent()) == plan.steps
+    account.charge(0, plan.mechanism(0))  # taken again after a kill: free
+    assert sum(m.count for m in ledger.spent()) == plan.steps
+
+
+def test_run_file_holds_nothing_secret(tmp_path):
+    data, folder = blobs(), tmp_path / "run"
+    with pytest.raises(StopError):
+        train_privately(recipe(), data, folder, RunOptions(observers=(StopAt(9),)))
+    key = read_checkpoint(RunFolder(folder).checkpoint).state["key"]
+    assert len(bytes.fromhex(key)) == 32
+    assert RunFolder(folder).checkpoint.stat().st_mode & 0o077 == 0
+    others = [p for p in tmp_path.rglob("*") if p.is_file() and p != RunFolder(folder).checkpoint]
+    assert all(key.encode() not in p.read_bytes() and bytes.fromhex(key) not in p.read_bytes() for p in others)
+    assert dataclasses.asdict(RunFolder(folder).read())["finished"] is False
