@@ -25,6 +25,10 @@ from heinfer.processes import core_count
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUERIES, EMPTY_QUERIES = 50, 15
+#: Entries of the pool, more than the queries in a row; and how long it gets to fill up, in times of preparing one.
+POOL, FILL = 64, 2.0
+#: Between queries of somebody who asks now and then: processes sleep, caches cool down, the pool is filled up.
+PAUSE_S = 0.05
 
 
 def read_digits(shared: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -49,19 +53,23 @@ def measure(model: Path, x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "bundle"
         heinfer.partition(model, bundle)
-        with heinfer.local(bundle, mode="prepared") as local:
+        with heinfer.local(bundle, mode="prepared", prepared=POOL) as local:
             started = time.perf_counter()
             local.predict(x[:1])
             first_s = time.perf_counter() - started
             background_s = local.query(x[:1], statistics=True).statistics["background_s"]
-            online_s, found = median_online(local, x, 3 * background_s, QUERIES)
+            time.sleep(FILL * POOL * background_s)
+            online_s, found = median_online(local, x, 0.0, QUERIES)
             missed = sum(1 - s["pooled"] for s in found)
+            time.sleep(FILL * POOL * background_s)
+            sparse_s, _ = median_online(local, x, PAUSE_S, QUERIES)
         with heinfer.local(bundle, mode="prepared", prepared=0) as local:
             empty_s, _ = median_online(local, x, 0.0, EMPTY_QUERIES)
         report = heinfer.evaluate(bundle, x, y, mode="prepared")
     blocks = found[-1]["blocks"]
     return {
         "online_ms": 1e3 * online_s,
+        "online_after_a_pause_ms": 1e3 * sparse_s,
         "first_query_ms": 1e3 * first_s,
         "queries_that_missed_the_pool": missed,
         "preparation_ms": 1e3 * report.preparation_s,
@@ -111,7 +119,8 @@ def main() -> None:
             count = arguments.samples or len(x)
             figures = results[name] = measure(model, x[:count], y[:count])
             print(
-                f"{name}: online {figures['online_ms']:.1f} ms (median of {QUERIES}), prepared before in "
+                f"{name}: online {figures['online_ms']:.1f} ms (median of {QUERIES} in a row; "
+                f"{figures['online_after_a_pause_ms']:.1f} after pauses of {1e3 * PAUSE_S:.0f} ms), prepared before in "
                 f"{figures['preparation_ms']:.1f} ms, empty pool {figures['empty_pool_ms']:.1f} ms, first query "
                 f"{figures['first_query_ms']:.1f} ms; {figures['bytes_up'] / 1e6:.2f} MB up, "
                 f"{figures['bytes_down'] / 1e6:.2f} MB down\n  split, ms: node {figures['encrypt_ms']:.1f} up "

@@ -35,7 +35,7 @@ from heinfer.training.privacy.layers import Dense, Layout, RecordGradients, find
 _logger = logging.getLogger(__name__)
 
 #: Bytes of activations and gradients that one physical batch may take on a CPU: about what stays in the last cache.
-_CPU_BATCH_BYTES = 64 << 20
+_CPU_BATCH_BYTES = 32 << 20
 
 #: The same on a GPU: this part of the memory that is free.
 _GPU_BATCH_FRACTION = 0.25

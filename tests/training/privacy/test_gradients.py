@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heinfer.errors import ParameterError
-from heinfer.training.privacy.clipping import Flat, PerLayer
+from heinfer.training.privacy import layers
+from heinfer.training.privacy.clipping import ROUNDING_MARGIN, Flat, PerLayer
 from heinfer.training.privacy.gradients import ClippedGradients, ClippedSum
 
 # torch's own remark on the "same" padding of an even kernel, which a test uses on purpose.
@@ -444,3 +445,13 @@ def test_wrong_networks_and_data_are_refused() -> None:
         parameter.requires_grad_(False)
     with pytest.raises(ParameterError, match="no trainable"):
         ClippedGradients(network, cross_entropy)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-13, 1e-6, 1.0, 1e6, 1e13, 1e20, 1e30])
+def test_row_norms_are_right_at_every_magnitude(scale: float) -> None:
+    """Where the squares of float32 vanish or overflow, a record would pass for short and stay unclipped."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(7, 9000, generator=generator) * scale
+    rows[3] = 0.0
+    expected = torch.linalg.vector_norm(rows.double(), dim=1)
+    torch.testing.assert_close(layers._row_norms(rows), expected, rtol=ROUNDING_MARGIN / 4, atol=0.0)
