@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("dp_accounting")
 pytest.importorskip("matplotlib")
 
-
 from heinfer.errors import InputError, ParameterError  # noqa: E402
 from heinfer.training.datasets.dataset import Dataset  # noqa: E402
 from heinfer.training.experiments import Declining, SeededRuns  # noqa: E402
@@ -26,9 +25,7 @@ from heinfer.training.studies.claims import CLAIMS, Claim, choose_claims, gather
 from heinfer.training.studies.report import Context, write_report  # noqa: E402
 from heinfer.training.studies.samples import load_records, take_part  # noqa: E402
 from heinfer.training.studies.study import Findings, Scale, choose_scale, run_study  # noqa: E402
-from heinfer.training.studies.verdicts import (  # noqa: E402
-    Verdict,
-)
+from heinfer.training.studies.verdicts import Verdict  # noqa: E402
 from heinfer.training.trials import Setup, Trial  # noqa: E402
 
 
