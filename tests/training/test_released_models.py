@@ -74,7 +74,7 @@ def test_released_private_card_states_what_its_noise_costs(folder: Path, card: d
 def test_released_folder_is_small_and_self_contained(folder: Path) -> None:
     assert {entry.name for entry in folder.iterdir()} == {"model.onnx", "card.json", "samples.npz"}
     assert (folder / "model.onnx").stat().st_size < 500_000
-    assert (folder / "samples.npz").stat().st_size < 500_000
+    assert (folder / "samples.npz").stat().st_size < 700_000
 
 
 def test_released_model_has_the_inputs_and_outputs_of_its_card(folder: Path, card: dict[str, Any]) -> None:
