@@ -12,6 +12,9 @@ from heinfer.cli import demonstrate, evaluating, inferring, partitioning, privac
 from heinfer.errors import HeinferError
 from heinfer.processes import prepare_environment
 
+#: What only the extra `train` brings.
+TRAINING_PACKAGES = ("torch", "opacus", "dp_accounting", "matplotlib", "sklearn", "scipy", "tensorboard", "PIL")
+
 app = typer.Typer(
     help="Private inference: an untrusted server evaluates the linear layers of an ONNX model on ciphertexts.",
     no_args_is_help=True,
@@ -40,6 +43,10 @@ def main() -> None:
         app()
     except HeinferError as error:
         sys.exit(_refuse(str(error)))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in TRAINING_PACKAGES:
+            raise
+        sys.exit(_refuse(f"training needs {error.name}: pip install 'heinfer[train]'"))
     except OSError as error:
         sys.exit(_refuse(f"{error.filename or 'system'}: {error.strerror or error}"))
 

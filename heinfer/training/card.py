@@ -73,6 +73,7 @@ def make_private_card(
         samples: file, number and accuracy of the samples beside the model, None where there are none.
     """
     plan, private = outcome.plan, outcome.seed is None
+    levels = _taken(plan, outcome.steps)
     public = [recipe.pretraining.data.name] if recipe.pretraining is not None else []
     public += [f"teacher {recipe.distillation.teacher}"] if recipe.distillation is not None else []
     return {
@@ -90,8 +91,8 @@ def make_private_card(
         "sampling_probability": plan.sampling_probability,
         "noise": {
             "schedule": recipe.privacy.noise_schedule if recipe.privacy is not None else "constant",
-            "multipliers": [level.noise_multiplier for level in plan.levels],
-            "steps": [level.steps for level in plan.levels],
+            "multipliers": [multiplier for multiplier, _ in levels],
+            "steps": [steps for _, steps in levels],
         },
         "clipping": recipe.privacy.clipping.value if recipe.privacy is not None else None,
         "clip_norm": outcome.clip_norms[0] if len(outcome.clip_norms) == 1 else list(outcome.clip_norms),
@@ -128,6 +129,17 @@ def make_private_card(
         },
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in _PACKAGES}},
     }
+
+
+def _taken(plan: PrivacyPlan, steps: int) -> list[tuple[float, int]]:
+    """Return noise multipliers and numbers of the first steps of a plan."""
+    found = []
+    for level in plan.levels:
+        count = min(steps, level.steps)
+        if count:
+            found.append((level.noise_multiplier, count))
+        steps -= count
+    return found
 
 
 def attach_card(model: onnx.ModelProto, card: Mapping[str, Any]) -> None:

@@ -21,34 +21,37 @@ import onnx
 import torch
 from numpy.typing import NDArray
 
-from heinfer.errors import InputError, PrivacyBudgetError
+from heinfer.errors import InputError, IntegrityError, PrivacyBudgetError
 from heinfer.training.account import EVALUATION, RunAccount
 from heinfer.training.assembly import (
     Networks,
     Progress,
+    make_clipping,
     make_networks,
     make_records,
     make_run,
     plan_run,
     pretrain,
     require_privacy,
+    training_device,
 )
 from heinfer.training.card import SAMPLES_FILE, Outcome, attach_card, make_private_card
-from heinfer.training.checkpoint import read_checkpoint, write_checkpoint
-from heinfer.training.datasets.dataset import Dataset, model_inputs
+from heinfer.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from heinfer.training.datasets.dataset import Dataset, model_inputs, record_digests
 from heinfer.training.evaluation import Quality, measure_privately, measure_quality
 from heinfer.training.export import export_network, run_model
 from heinfer.training.observers import Observer, Observers, StepFile, TensorBoardWriter
 from heinfer.training.page import write_page
 from heinfer.training.privacy.accounting import Accountant, compute_epsilon
-from heinfer.training.privacy.ledger import EntryKind, Ledger
+from heinfer.training.privacy.chain import Head
+from heinfer.training.privacy.ledger import TRAINING, EntryKind, Ledger
 from heinfer.training.privacy.mechanisms import GaussianRelease
 from heinfer.training.privacy.planning import PrivacyPlan
 from heinfer.training.privacy.randomness import KeyedRandomness
 from heinfer.training.private_trainer import PrivateRun, take_steps
 from heinfer.training.recipe import Recipe
 from heinfer.training.release import AccuracyFloorError
-from heinfer.training.runs import RunFolder, RunRecord, default_ledger, new_run_id
+from heinfer.training.runs import RELEASE_FILES, RunFolder, RunRecord, default_ledger, new_run_id, sync
 from heinfer.training.self_test import verify_mechanism
 
 logger = logging.getLogger(__name__)
@@ -122,6 +125,8 @@ def train_privately(
     require_privacy(recipe)
     if (public is None) != (recipe.pretraining is None):
         raise InputError("public data belong to a recipe with a table [pretraining], which needs them")
+    if public is not None:
+        _refuse_private_records(public, data)
     place = RunFolder(folder)
     if options.resume:
         place.require_unfinished()
@@ -132,6 +137,17 @@ def train_privately(
         begin = _resume if options.resume else _begin
         session = begin(recipe, data, place, options, public, progress)
         return _finish(session, recipe, data, place, options, progress)
+
+
+def _refuse_private_records(public: Dataset, data: Dataset) -> None:
+    """Refuse public data that hold private records: training on these without privacy would cost everything."""
+    known = record_digests(public.train) | record_digests(public.test)
+    shared = len(record_digests(data.train) & known)
+    if shared:
+        raise InputError(
+            f"{shared} private records are among the public data: what is trained on without privacy must hold none of "
+            "them; take other public data, or take these records out"
+        )
 
 
 def _begin(
@@ -146,7 +162,8 @@ def _begin(
     checks = verify_mechanism(networks.trained, recipe, data, randomness, networks.features)
     fingerprint = data.private_fingerprint()
     ledger = options.ledger or default_ledger(place.path, fingerprint)
-    record = RunRecord(new_run_id(recipe.name), _plain(recipe), fingerprint, str(ledger.resolve()))
+    run_id = new_run_id(recipe.name)
+    record = RunRecord(run_id, _plain(recipe), fingerprint, str(ledger.resolve()), options.allowance)
     session = _Session(recipe, record, run, plan, networks, randomness, checks)
     write_checkpoint(place.checkpoint, run.checkpoint())
     place.write(record)
@@ -170,6 +187,10 @@ def _resume(
     if options.ledger is not None and str(options.ledger.resolve()) != record.ledger:
         raise InputError(f"the run in {place.path} pays into {record.ledger}; leave --ledger out")
     checkpoint = read_checkpoint(place.checkpoint)
+    _verify_ledger(record, checkpoint)
+    if options.allowance is not None and options.allowance != record.allowance:
+        record = replace(record, allowance=options.allowance)
+        place.write(record)
     randomness = KeyedRandomness(bytes.fromhex(checkpoint.state["key"]), bool(checkpoint.state["seeded"]))
     wanted = KeyedRandomness.from_seed(options.seed).key if options.seed is not None else None
     if randomness.seeded != (options.seed is not None) or (wanted is not None and wanted != randomness.key):
@@ -187,10 +208,12 @@ def _finish(
 ) -> dict[str, Any]:
     ledger = Ledger(Path(session.record.ledger), session.record.data)
     ledger.open_run(session.record.run_id, delta=session.plan.delta, settings=_settings(session))
-    account = RunAccount(ledger, session.record.run_id, session.plan, options.allowance)
+    account = RunAccount(ledger, session.record.run_id, session.plan, session.record.allowance)
+    for number, release in enumerate(session.plan.reserve):  # before training can use up what all runs may spend
+        account.charge(number, release, EVALUATION)
     observers = Observers([StepFile(place.steps), TensorBoardWriter(place.tensorboard), *options.observers])
     try:
-        clip_norms = _train(session, account, place, data, options, observers, progress)
+        _train(session, ledger, account, place, data, options, observers, progress)
     finally:
         observers.close()
     progress("exporting", 0, 1)
@@ -198,40 +221,50 @@ def _finish(
     network = session.networks.whole.cpu().eval()
     model = export_network(network, data.input_shape)
     logits = run_model(model, model_inputs(data.test.inputs))
-    quality = _measure(session, logits, data, account)
-    outcome = _outcome(session, ledger, clip_norms, quality, options)
+    quality = _measure(session, logits, data)
+    outcome = _outcome(session, ledger, quality, options)
     card = make_private_card(recipe, data, outcome, _describe_samples(logits, recipe, data, quality))
     attach_card(model, card)
-    _write_release(place, model, card, recipe, data)
-    ledger.record(session.record.run_id, f"model {recipe.name}, {outcome.steps} steps", EntryKind.RELEASE)
+    good = card["accuracy"] >= recipe.accuracy_floor
+    if good:
+        _write_release(place, model, card, recipe, data)
+        ledger.record(session.record.run_id, f"model {recipe.name}, {outcome.steps} steps", EntryKind.RELEASE)
+    else:
+        onnx.save_model(model, place.private / "model.onnx")
     place.write(replace(session.record, finished=True))
     place.checkpoint.unlink()
+    if not good:
+        raise AccuracyFloorError(
+            f"{recipe.name} reached a test accuracy of {card['accuracy']:.4f}, its recipe demands "
+            f"{recipe.accuracy_floor:.4f}; what was spent is spent, and the model is {place.private / 'model.onnx'}"
+        )
     progress("exporting", 1, 1)
     return card
 
 
 def _train(
     session: _Session,
+    ledger: Ledger,
     account: RunAccount,
     place: RunFolder,
     data: Dataset,
     options: RunOptions,
     observers: Observers,
     progress: Progress,
-) -> tuple[float, ...]:
-    """Take the steps that are left; return the first and the last sensitivity, one where it never moved."""
+) -> None:
+    """Take the steps that are left."""
     run, plan = session.run, session.plan
     costs = _forecast(plan)
     every = max(1, plan.steps // _MEASUREMENTS)
     test = _PublicTest(session, data) if not plan.reserve else None
-    first = last = run.sensitivity
 
     def save() -> None:
-        write_checkpoint(place.checkpoint, run.checkpoint())
+        found = run.checkpoint()
+        extra = {"ledger": asdict(ledger.head), "data": session.record.data}
+        write_checkpoint(place.checkpoint, Checkpoint({**found.state, **extra}, found.tensors))
 
     try:
         for report in take_steps(run, account, save, options.checkpoint_every):
-            last = report.clip_norm
             observers.on_step(report, costs(run.step))
             if test is not None and (run.step % every == 0 or run.finished):
                 observers.on_accuracy(run.step, test.accuracy())
@@ -240,7 +273,6 @@ def _train(
         if run.step == 0:
             raise
         logger.warning("stopped after %d of %d steps: %s", run.step, plan.steps, error)
-    return (first,) if first == last else (first, last)
 
 
 class _PublicTest:
@@ -285,44 +317,57 @@ def _first_steps(plan: PrivacyPlan, steps: int) -> list[Any]:
     return found
 
 
-def _measure(session: _Session, logits: NDArray[np.float32], data: Dataset, account: RunAccount) -> Quality:
-    for number, release in enumerate(session.plan.reserve):
+def _measure(session: _Session, logits: NDArray[np.float32], data: Dataset) -> Quality:
+    for release in session.plan.reserve:
         assert isinstance(release, GaussianRelease)
-        account.charge(number, release, EVALUATION)
         return measure_privately(logits, data.test, release, session.randomness)
     return measure_quality(logits, data.test)
 
 
-def _outcome(
-    session: _Session, ledger: Ledger, clip_norms: tuple[float, ...], quality: Quality, options: RunOptions
-) -> Outcome:
+def _outcome(session: _Session, ledger: Ledger, quality: Quality, options: RunOptions) -> Outcome:
+    """Sum up a run from what its ledger says, which must be what was done.
+
+    Raises:
+        IntegrityError: the ledger has other steps than those that were taken.
+    """
     plan, taken = session.plan, session.run.step
     paid = ledger.spent(session.record.run_id)
-    epsilon = plan.epsilon_pld if taken == plan.steps else compute_epsilon(paid, plan.delta)
-    rdp = plan.epsilon_rdp if taken == plan.steps else compute_epsilon(paid, plan.delta, Accountant.RDP)
+    steps = sum(mechanism.count for mechanism in ledger.spent(session.record.run_id, TRAINING))
+    epsilon, rdp = (compute_epsilon(paid, plan.delta, accountant) for accountant in (Accountant.PLD, Accountant.RDP))
+    if steps != taken or epsilon > plan.epsilon_pld * (1 + 1e-9):
+        raise IntegrityError(
+            f"{ledger.path} has {steps} steps of run {session.record.run_id} at epsilon {epsilon:.4f}, but {taken} "
+            f"were taken of a plan that costs {plan.epsilon_pld:.4f}: it was changed, and the model is not released"
+        )
+    first, last = make_clipping(require_privacy(session.recipe)).sensitivity, session.run.sensitivity
     accounting = f"epsilon {epsilon:.4f} by PLD, {rdp:.4f} by RDP, for {taken} steps in the ledger"
     return Outcome(
         plan=plan,
         steps=taken,
         epsilon_pld=epsilon,
         epsilon_rdp=rdp,
-        clip_norms=clip_norms,
+        clip_norms=(first,) if first == last else (first, last),
         seed=options.seed,
         quality=quality,
         checks={**session.checks, "accounting": accounting},
     )
 
 
+def _verify_ledger(record: RunRecord, checkpoint: Checkpoint) -> None:
+    """Check that the ledger still has what it had when the checkpoint was written.
+
+    Raises:
+        IntegrityError: it was cut, replaced or taken away.
+    """
+    known = checkpoint.state.get("ledger")
+    if known is not None:
+        Ledger(Path(record.ledger), record.data).verify(Head(**known))
+
+
 def _write_release(
     place: RunFolder, model: onnx.ModelProto, card: Mapping[str, Any], recipe: Recipe, data: Dataset
 ) -> None:
-    """Write model, card, samples and page; a model that is worse than its recipe demands stays private."""
-    if card["accuracy"] < recipe.accuracy_floor:
-        onnx.save_model(model, place.private / "model.onnx")
-        raise AccuracyFloorError(
-            f"{recipe.name} reached a test accuracy of {card['accuracy']:.4f}, its recipe demands "
-            f"{recipe.accuracy_floor:.4f}; what was spent is spent, and the model is {place.private / 'model.onnx'}"
-        )
+    """Write model, card, samples and page, and bring them to the disk."""
     onnx.save_model(model, place.path / "model.onnx")
     (place.path / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     count = recipe.output.samples
@@ -330,6 +375,10 @@ def _write_release(
     if card["test_noise"] == 0:  # private test records are not handed on
         np.savez_compressed(place.path / SAMPLES_FILE, x=inputs, y=labels)
     write_page(place.path / "report.html", card, place.steps)
+    for name in RELEASE_FILES:
+        if (place.path / name).exists():
+            sync(place.path / name)
+    sync(place.path)
 
 
 def _describe_samples(
@@ -349,8 +398,15 @@ def _settings(session: _Session) -> dict[str, Any]:
         "plan": session.plan.to_json(),
         "key": sha256(session.randomness.key).hexdigest(),
         "seeded": session.randomness.seeded,
+        "device": training_device().type,  # another one rounds differently: the same noise on other sums
+        "torch": torch.__version__,
+        "teacher": _teacher_digest(session.recipe),
         "recipe": session.record.recipe,
     }
+
+
+def _teacher_digest(recipe: Recipe) -> str | None:
+    return None if recipe.distillation is None else sha256(Path(recipe.distillation.teacher).read_bytes()).hexdigest()
 
 
 def _plain(recipe: Recipe) -> dict[str, Any]:

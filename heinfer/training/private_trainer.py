@@ -160,6 +160,9 @@ class PrivateRun:
         self._schedule = make_schedule(self._optimiser, mechanics.optimiser, plan.steps)
         self._average = WeightAverage(network, mechanics.optimiser.ema)
         self._shares = spread_noise(mechanics.layer_noise, mechanics.clipping)
+        if isinstance(mechanics.clipping, Adaptive):  # what has no solution is refused before anything is spent
+            for level in plan.levels:
+                split_adaptive(level.noise_multiplier, mechanics.clipping.count_deviation)
         if self._shares is not None and len(self._shares) != len(self._gradients.layers):
             raise ParameterError(
                 f"layer_noise has {len(self._shares)} numbers, the network {len(self._gradients.layers)} layers with "
@@ -244,7 +247,9 @@ class PrivateRun:
         mask = self._randomness.sample_mask(self.step, len(self._records), self._plan.sampling_probability)
         indices = torch.from_numpy(mask.nonzero()[0])
         inputs, labels = self._records.select(indices, self._randomness.seed(Purpose.AUGMENTATION, self.step))
-        found = self._gradients.sum(inputs, labels, self._clipping, augmented=self._records.augmented)
+        with torch.random.fork_rng():  # a layer that draws numbers draws the same ones when a step is taken again
+            torch.manual_seed(self._randomness.seed(Purpose.LAYERS, self.step))
+            found = self._gradients.sum(inputs, labels, self._clipping, augmented=self._records.augmented)
         return found, len(indices)
 
     def _set_gradients(self, sums: Sequence[Tensor], noise_multiplier: float) -> None:

@@ -37,6 +37,7 @@ class RunRecord:
         recipe: the recipe, as JSON values.
         data: fingerprint of the private records.
         ledger: path of the ledger.
+        allowance: epsilon that all runs in the ledger together may reach, None for no such limit.
         finished: whether the run has ended.
     """
 
@@ -44,6 +45,7 @@ class RunRecord:
     recipe: Mapping[str, Any]
     data: str
     ledger: str
+    allowance: float | None = None
     finished: bool = False
     format: int = field(default=_FORMAT)
 
@@ -95,7 +97,9 @@ class RunFolder:
         """Write run.json, all or nothing."""
         staging = self.path / f".{RUN_FILE}.new"
         staging.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
+        sync(staging)
         staging.replace(self.path / RUN_FILE)
+        sync(self.path)
 
     def create(self) -> None:
         """Make the folder for a new run.
@@ -127,6 +131,7 @@ class RunFolder:
         if record is None:
             raise InputError(f"{self.path} holds no run to resume; leave --resume out to begin one")
         if record.finished:
+            self.checkpoint.unlink(missing_ok=True)  # where the process was killed just before it did so
             raise InputError(f"the run in {self.path} has ended: its model is there, and nothing is left to resume")
         return record
 
@@ -147,6 +152,15 @@ class RunFolder:
             yield
         finally:
             os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Bring a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def new_run_id(name: str) -> str:

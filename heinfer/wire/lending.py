@@ -58,7 +58,11 @@ class Lender(Generic[Lent]):
         if closed:
             made.close()
         if self._greet is not None:
-            self._greet(made)
+            try:
+                self._greet(made)
+            except BaseException:
+                made.close()
+                raise
         return made
 
     def release(self, connection: Lent) -> None:

@@ -19,18 +19,21 @@ pytest.importorskip("torch")
 import onnx
 import torch
 
-from heinfer.errors import InputError, ParameterError, PrivacyBudgetError
+from heinfer.errors import InputError, IntegrityError, ParameterError, PrivacyBudgetError
 from heinfer.training.account import RunAccount
-from heinfer.training.assembly import make_networks, make_run, plan_run
+from heinfer.training.assembly import make_clipping, make_networks, make_run, plan_run
 from heinfer.training.checkpoint import read_checkpoint
 from heinfer.training.datasets.dataset import Dataset, Examples
-from heinfer.training.privacy.accounting import compute_epsilon, effective_multiplier
-from heinfer.training.privacy.clipping import Flat, PerLayer
+from heinfer.training.losses import cross_entropy
+from heinfer.training.privacy.accounting import compute_epsilon, effective_multiplier, split_adaptive
+from heinfer.training.privacy.clipping import Adaptive, Flat, PerLayer
+from heinfer.training.privacy.gradients import ClippedGradients
 from heinfer.training.privacy.ledger import Ledger
 from heinfer.training.privacy.randomness import KeyedRandomness
 from heinfer.training.private_release import RunOptions, train_privately
 from heinfer.training.private_trainer import spread_noise
 from heinfer.training.recipe import parse_recipe
+from heinfer.training.release import AccuracyFloorError
 from heinfer.training.runs import RunFolder
 
 RECIPE = {
@@ -230,6 +233,7 @@ def test_resuming_with_other_data_recipe_or_seed_is_refused_and_spends_nothing(t
         ({"batch_size": 500}, ParameterError, "batch"),
         ({"privacy__delta": 0.01}, ParameterError, "1 / N"),
         ({"privacy__clipping": "per-layer", "privacy__clip_norms": [0.5]}, ParameterError, "2 layers"),
+        ({"privacy__clipping": "adaptive", "privacy__count_deviation": 0.01}, ParameterError, "."),
         ({"architecture": "no_such"}, InputError, "unknown architecture"),
         ({"network": {"hiden": [8]}}, InputError, "hidden"),
     ],
@@ -279,26 +283,46 @@ def test_noise_shares_keep_the_joint_multiplier():
         spread_noise((1.0, 2.0), Flat(1.0))
 
 
-def test_noise_on_the_weights_has_the_deviation_that_is_accounted(tmp_path):
-    """One step with learning rate 1 and clipped gradients of nothing but noise: weights move by sigma C / B."""
-    settings = recipe(
-        epochs=1,
-        batch_size=400,
-        network={"hidden": [2000]},
-        privacy__clip_norm=1e-3,
-        optimiser={"name": "sgd", "learning_rate": 1.0},
-    )
+PER_LAYER = {"clipping": "per-layer", "clip_norms": [0.3, 0.6], "layer_noise": [1.0, 3.0]}
+ADAPTIVE = {"clipping": "adaptive", "clip_norm": 0.5, "count_deviation": 4.0}
+
+
+@pytest.mark.parametrize("privacy", [{"clip_norm": 0.5}, PER_LAYER, ADAPTIVE], ids=["flat", "per-layer", "adaptive"])
+@pytest.mark.parametrize("batch", [400, 100])
+def test_noise_on_the_weights_is_what_is_accounted(privacy, batch):
+    """One step of SGD moves the weights by -(clipped sum + noise) / B; taking the sum away leaves the noise."""
+    settings = parse_recipe(
+        {**RECIPE, "batch_size": batch, "network": {"hidden": [3000]},
+         "optimiser": {"name": "sgd", "learning_rate": 1.0},
+         "privacy": {"target_epsilon": 3.0, "delta": 1e-4, **privacy}}
+    )  # fmt: skip
     data, randomness = blobs(), KeyedRandomness.from_seed(1)
     plan = plan_run(settings, 400)
     networks = make_networks(settings, data, randomness)
-    before = torch.cat([p.detach().flatten().clone() for p in networks.trained.parameters()])
     run = make_run(settings, data, plan, networks, randomness)
+    clipping = make_clipping(settings.privacy)
+    gradients = ClippedGradients(networks.trained, cross_entropy)
+    chosen = randomness.sample_mask(0, 400, batch / 400)
+    inputs, labels = torch.tensor(data.train.inputs[chosen]), torch.tensor(data.train.labels[chosen])
+    sums = gradients.sum(inputs, labels, clipping).sums
+    before = [p.detach().clone() for p in networks.trained.parameters()]
     run.advance(Free())
-    after = torch.cat([p.detach().flatten() for p in networks.trained.parameters()])
-    expected = plan.levels[0].noise_multiplier * 1e-3 / 400
-    signal = 400 * 1e-3 / 400 / np.sqrt(len(before))  # of the clipped gradients, at most
-    found = float((after - before).std())
-    assert found == pytest.approx(expected, rel=6 / np.sqrt(2 * len(before)) + (signal / expected) ** 2)
+    after = [p.detach() for p in networks.trained.parameters()]
+    noise = [(new - old) * batch + s for old, new, s in zip(before, after, sums, strict=True)]
+    sigma = plan.levels[0].noise_multiplier
+    shares = spread_noise(settings.privacy.layer_noise, clipping)
+    if shares is not None:
+        expected = [sigma * shares[layer] for layer in gradients.layer_of]
+    elif isinstance(clipping, Adaptive):
+        expected = [split_adaptive(sigma, 4.0) * 0.5] * len(noise)
+    else:
+        expected = [sigma * 0.5] * len(noise)
+    for part, deviation in zip(noise, expected, strict=True):
+        tolerance = 6 / np.sqrt(2 * part.numel()) + 1e-3  # of a standard deviation's estimate, and float32's rounding
+        if tolerance < 0.1:
+            assert float(part.square().mean().sqrt()) == pytest.approx(deviation, rel=tolerance)
+            assert abs(float(part.mean())) < 6 * deviation / np.sqrt(part.numel())
+    assert sum(part.numel() for part in noise) > 15_000
 
 
 class Free:
@@ -331,3 +355,72 @@ def test_run_file_holds_nothing_secret(tmp_path):
     others = [p for p in tmp_path.rglob("*") if p.is_file() and p != RunFolder(folder).checkpoint]
     assert all(key.encode() not in p.read_bytes() and bytes.fromhex(key) not in p.read_bytes() for p in others)
     assert dataclasses.asdict(RunFolder(folder).read())["finished"] is False
+
+
+def interrupted(tmp_path, settings=None, step=29, **options):
+    data, folder = blobs(), tmp_path / "run"
+    with pytest.raises(StopError):
+        train_privately(
+            settings or recipe(), data, folder, RunOptions(checkpoint_every=7, observers=(StopAt(step),), **options)
+        )
+    return data, folder, Path(RunFolder(folder).read().ledger)
+
+
+def test_resuming_with_a_ledger_that_was_lost_or_set_back_is_refused(tmp_path):
+    data, folder, ledger = interrupted(tmp_path)
+    head = ledger.with_name(ledger.name + ".head")
+    now = ledger.read_bytes(), head.read_bytes()
+    for path in (ledger, head):
+        path.unlink()
+    with pytest.raises(InputError, match="cannot read the ledger"):
+        train_privately(recipe(), data, folder, RunOptions(resume=True))
+    lines = now[0].splitlines(keepends=True)[:10]
+    ledger.write_bytes(b"".join(lines))
+    head.write_bytes(f"{10:020d} {json.loads(lines[-1])['sha256']}\n".encode())
+    Ledger(ledger, data.private_fingerprint()).verify()  # sound by itself
+    with pytest.raises(IntegrityError, match="no longer has entry"):
+        train_privately(recipe(), data, folder, RunOptions(resume=True))
+    ledger.write_bytes(now[0])
+    head.write_bytes(now[1])
+    assert train_privately(recipe(), data, folder, RunOptions(resume=True))["steps"] == 60
+
+
+def test_resumed_run_keeps_the_allowance_that_it_was_begun_with(tmp_path):
+    data, folder, ledger = interrupted(tmp_path, allowance=2.5)
+    card = train_privately(recipe(), data, folder, RunOptions(resume=True))
+    assert 29 < card["steps"] < 60
+    assert card["epsilon"] <= 2.5
+    assert sum(card["noise"]["steps"]) == card["steps"]
+    assert compute_epsilon(Ledger(ledger).spent(), 1e-4) == pytest.approx(card["epsilon"], abs=1e-9)
+
+
+def test_evaluation_is_paid_before_training_can_use_the_allowance_up(tmp_path):
+    settings = recipe(privacy__evaluation_reserve=0.2)
+    card = train_privately(settings, blobs(), tmp_path / "run", RunOptions(allowance=2.0))
+    assert card["epsilon"] <= 2.0
+    assert 0 < card["steps"] < 60
+    assert card["test_noise"] > 0
+
+
+def test_public_data_that_hold_private_records_are_refused(tmp_path):
+    settings = recipe(
+        pretraining={
+            "epochs": 1, "batch_size": 40, "learning_rate": 0.01,
+            "data": {"name": "public", "license": "none", "credit": "nobody", "normalise": "none"},
+        }
+    )  # fmt: skip
+    with pytest.raises(InputError, match="400 private records are among the public data"):
+        train_privately(settings, blobs(), tmp_path / "run", public=blobs())
+    assert not list(tmp_path.iterdir())
+    card = train_privately(settings, blobs(), tmp_path / "run", public=blobs(seed=9))
+    assert card["public_data"] == ["public"]
+
+
+def test_model_below_its_floor_stays_private_and_its_key_goes(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(AccuracyFloorError, match="what was spent is spent"):
+        train_privately(recipe(accuracy_floor=1.0, privacy__target_epsilon=0.5), blobs(), folder)
+    assert not RunFolder(folder).checkpoint.exists()
+    assert not (folder / "model.onnx").exists()
+    assert (folder / "private" / "model.onnx").exists()
+    assert RunFolder(folder).read().finished

@@ -155,10 +155,19 @@ def count_duplicates(examples: Examples) -> int:
 
     Someone whose record is there twice is protected for one of them only; the count itself is a private value.
     """
-    rows = np.ascontiguousarray(examples.inputs).reshape(len(examples), -1).view(np.uint8)
     labels = examples.labels[:, np.newaxis].view(np.uint8)
-    pairs = zip(rows, labels, strict=True)
+    pairs = zip(_rows(examples), labels, strict=True)
     return len(examples) - len({hashlib.sha256(row.tobytes() + label.tobytes()).digest() for row, label in pairs})
+
+
+def record_digests(examples: Examples) -> set[bytes]:
+    """Return the SHA-256 of every record's inputs, without its label: to find records that two data sets share."""
+    return {hashlib.sha256(row.tobytes()).digest() for row in _rows(examples)}
+
+
+def _rows(examples: Examples) -> NDArray[np.uint8]:
+    """The bytes of every record's inputs, shape (records, bytes)."""
+    return np.ascontiguousarray(examples.inputs).reshape(len(examples), -1).view(np.uint8)
 
 
 def _check_labels(where: str, labels: NDArray[np.int64], classes: int) -> None:

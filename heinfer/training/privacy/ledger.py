@@ -30,7 +30,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from heinfer.errors import InputError, IntegrityError, ParameterError, PrivacyBudgetError
+from heinfer.errors import InputError, IntegrityError, ParameterError
 from heinfer.training.privacy import mechanisms
 from heinfer.training.privacy.chain import Chain, Head
 from heinfer.training.privacy.mechanisms import Mechanism
@@ -144,7 +144,8 @@ class Ledger:
             True if it was added; False if this very step was paid for before and is free to be taken again.
 
         Raises:
-            PrivacyBudgetError: the step was paid for with another mechanism; or what `allow` raises. Nothing is added.
+            IntegrityError: the step was paid for with another mechanism; nothing is added.
+            Exception: what `allow` raises; nothing is added.
             ParameterError: the run is not open, or the step is no number.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -155,7 +156,7 @@ class Ledger:
             if before == mechanism:
                 return False
             if before is not None:
-                raise PrivacyBudgetError(
+                raise IntegrityError(
                     f"step {step} of run {run_id} ({purpose}) was paid for as {before}; {mechanism} is another "
                     "release: resume with the settings of the run, or start a new one"
                 )

@@ -45,6 +45,7 @@ class Purpose(IntEnum):
     EVALUATION = 5
     INITIALISATION = 6
     AUDIT = 7
+    LAYERS = 8  #: of layers that draw numbers, such as dropout
 
 
 @dataclass(frozen=True, slots=True)

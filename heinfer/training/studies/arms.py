@@ -1,7 +1,7 @@
 """What is trained in a study: one recipe, and for each arm what differs from it.
 
 Adam makes an update independent of the gradient's scale, so that arms with other thresholds do not also have another
-step size. Its learning rate is that of a few runs by hand and is the same in all arms, but where an arm is about it.
+step size. Its learning rate is the same in all arms, but where an arm is about it; it was not tuned.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from heinfer.errors import InputError, IntegrityError, ParameterError, PrivacyBudgetError
+from heinfer.errors import InputError, IntegrityError, ParameterError
 from heinfer.processes import child_environment
 from heinfer.training.privacy.chain import Head
 from heinfer.training.privacy.ledger import EntryKind, Ledger
@@ -101,7 +101,7 @@ def test_spend_same_step_again_counts_once(path: Path) -> None:
 
 def test_spend_same_step_with_another_mechanism_is_refused(path: Path) -> None:
     ledger = filled(path, 5)
-    with pytest.raises(PrivacyBudgetError, match="step 4 of run a"):
+    with pytest.raises(IntegrityError, match="step 4 of run a"):
         ledger.spend("a", 4, LOUDER)
     assert ledger.spent() == (STEP.times(5),)
 
