@@ -74,6 +74,7 @@ def make_private_card(
     """
     plan, private = outcome.plan, outcome.seed is None
     levels = _taken(plan, outcome.steps)
+    known = recipe.data.set is not None
     public = [recipe.pretraining.data.name] if recipe.pretraining is not None else []
     public += [f"teacher {recipe.distillation.teacher}"] if recipe.distillation is not None else []
     return {
@@ -105,11 +106,13 @@ def make_private_card(
         "dataset": recipe.data.name,
         "data_license": recipe.data.license,
         "data_credit": recipe.data.credit,
-        "data_fingerprint": data.fingerprint(),
-        "private_fingerprint": data.private_fingerprint(),
+        # Who knows all records but one could find that one by its hash: only that of public sets is published.
+        "data_fingerprint": data.fingerprint() if known else None,
+        "private_fingerprint": data.private_fingerprint() if known else None,
         "classes": list(data.class_names) or data.classes,
         "train_records": len(data.train),
         **outcome.quality.to_json(),
+        **({"test_data": "held out of the private file; not protected"} if is_split(recipe) else {}),
         "samples": samples,
         "inputs": {
             input_name(data.input_shape): {
@@ -129,6 +132,13 @@ def make_private_card(
         },
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in _PACKAGES}},
     }
+
+
+def is_split(recipe: Recipe) -> bool:
+    """Whether the test records come from the same file as the private ones, and are measured without noise."""
+    return (
+        recipe.data.test_fraction is not None and recipe.privacy is not None and not recipe.privacy.evaluation_reserve
+    )
 
 
 def _taken(plan: PrivacyPlan, steps: int) -> list[tuple[float, int]]:

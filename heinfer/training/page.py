@@ -152,7 +152,8 @@ def _rows(card: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "steps", f"{card['steps']:,}"
     yield "public data", ", ".join(card["public_data"]) or "none"
     yield "private data", f"{card['dataset']}, {card['train_records']:,} records; licence {card['data_license']}"
-    yield "data fingerprint", f"{card['data_fingerprint']} (SHA-256)"
+    digest = card["data_fingerprint"]
+    yield "data fingerprint", f"{digest} (SHA-256)" if digest else "withheld: the hash of private records says too much"
     yield "accuracy", _accuracy(card)
     if card.get("auc") is not None:
         yield "AUC", f"{card['auc']:.4f}"

@@ -35,7 +35,7 @@ from heinfer.training.assembly import (
     require_privacy,
     training_device,
 )
-from heinfer.training.card import SAMPLES_FILE, Outcome, attach_card, make_private_card
+from heinfer.training.card import SAMPLES_FILE, Outcome, attach_card, is_split, make_private_card
 from heinfer.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from heinfer.training.datasets.dataset import Dataset, model_inputs, record_digests
 from heinfer.training.evaluation import Quality, measure_privately, measure_quality
@@ -372,7 +372,7 @@ def _write_release(
     (place.path / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     count = recipe.output.samples
     inputs, labels = model_inputs(data.test.inputs[:count]), data.test.labels[:count]
-    if card["test_noise"] == 0:  # private test records are not handed on
+    if card["samples"] is not None:  # private test records are not handed on
         np.savez_compressed(place.path / SAMPLES_FILE, x=inputs, y=labels)
     write_page(place.path / "report.html", card, place.steps)
     for name in RELEASE_FILES:
@@ -386,7 +386,7 @@ def _describe_samples(
 ) -> dict[str, Any] | None:
     """What the card says of samples.npz; None where test records are private."""
     count = min(recipe.output.samples, len(data.test))
-    if quality.deviation or not count:
+    if quality.deviation or is_split(recipe) or not count:
         return None
     correct = logits[:count].argmax(axis=1) == data.test.labels[:count]
     return {"file": SAMPLES_FILE, "images": count, "accuracy": float(correct.mean())}

@@ -128,12 +128,15 @@ def test_page_names_are_escaped(page: str) -> None:
 
 
 def test_page_states_guarantee_and_card(page: str) -> None:
-    card = make_card()
     assert "any one of the 40 training records" in page
     assert "e^2.5000 = 12.19, up to delta = 1e-05" in page  # e^2.5 is 12.1825, rounded upwards
     shown = ("2.7500 by R", "add-or-remove-one", "dp-accounting", "q = 0.25", "1.9000 for 2 steps", "81.25%", "0.9000")
-    for text in (*shown, card["data_fingerprint"], "operating system"):
+    for text in (*shown, "withheld", "operating system"):
         assert text in page
+
+
+def test_page_shows_the_fingerprint_of_public_data(tmp_path: Path) -> None:
+    assert "ab" * 32 in make_page(tmp_path, {**make_card(), "data_fingerprint": "ab" * 32})
 
 
 def test_page_epsilon_is_never_rounded_down(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def test_run_learns_within_its_budget_and_leaves_no_key_behind(tmp_path):
     assert (card["steps"], card["seed"], card["sampler"]) == (60, None, "poisson")
     assert compute_epsilon(ledger_of(folder, data).spent(), 1e-4) == pytest.approx(card["epsilon"], abs=1e-9)
     assert not RunFolder(folder).checkpoint.exists()
+    assert card["data_fingerprint"] is card["private_fingerprint"] is None, "the hash of private records was published"
     (metadata,) = onnx.load(folder / "model.onnx").metadata_props
     assert json.loads(metadata.value) == json.loads((folder / "card.json").read_text())
     assert list((folder / "private" / "tensorboard").iterdir())
@@ -424,3 +425,10 @@ def test_model_below_its_floor_stays_private_and_its_key_goes(tmp_path):
     assert not (folder / "model.onnx").exists()
     assert (folder / "private" / "model.onnx").exists()
     assert RunFolder(folder).read().finished
+
+
+def test_test_records_of_a_private_file_are_not_handed_on(tmp_path):
+    card = train_privately(recipe(data__test_fraction=0.5), blobs(), tmp_path / "run")
+    assert card["samples"] is None
+    assert "private file" in card["test_data"]
+    assert not (tmp_path / "run" / "samples.npz").exists()
