@@ -180,14 +180,14 @@ def test_killed_process_resumes_without_loss_or_refund(tmp_path):
     subprocess.run(command, env=environment, check=True, capture_output=True, cwd=tmp_path, timeout=200)
     card = json.loads((tmp_path / "r" / "card.json").read_text())
     (mechanism,) = Ledger(ledger).spent()
-    assert mechanism.count == card["steps"] == 898
+    assert mechanism.count == card["steps"] == 359
     assert compute_epsilon([mechanism], card["delta"]) == pytest.approx(card["epsilon"], abs=1e-9)
 
 
 TOML = """
 name = "digits"
 architecture = "mlp"
-epochs = 5
+epochs = 2
 batch_size = 8
 accuracy_floor = 0.0
 data = { set = "digits" }
