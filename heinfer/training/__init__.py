@@ -1,9 +1,18 @@
-"""From a recipe and labelled records to a released ONNX model with a card and samples.
+"""From a recipe and labelled records to a released ONNX model with a card, with differential privacy or without.
 
-The parts, in the order in which a release uses them: `recipe` (what to train, checked and immutable), `datasets`
-(images and tables in several formats), `architectures` (networks by name), `trainer` (the training loop), `export` (one
-static ONNX file, checked against torch) and `release` (all of it, written as one folder). `python -m heinfer.training`
-runs a release from the command line. Needs the extra `train`, which brings torch.
+    recipe, datasets        what to train, and on what; checked and immutable
+    architectures           networks by name, none of which mixes records
+    privacy                 accounting, budget, ledger; sampling, noise, clipping, gradients of single records
+    assembly                recipe and data to a run that can take its first step
+    private_trainer         the private loop; checkpoint, runs and account let it be killed and resumed
+    trainer                 the loop without privacy
+    export, card, page      one static ONNX file, checked against torch; what is said of it
+    private_release,        all of it, written as one folder: `heinfer train`
+    release
+    experiments, sweep,     seeded runs: accuracy over epsilon, popular claims at equal epsilon
+    studies
+    auditing                epsilon bounded from below, with canaries
 
-Nothing is imported here, so that an entry point can prepare its environment before torch is loaded.
+Needs the extra `train`, which brings torch. Nothing is imported here, so that an entry point can prepare its environment
+before torch is loaded.
 """
