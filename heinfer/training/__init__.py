@@ -13,6 +13,6 @@
     studies
     auditing                epsilon bounded from below, with canaries
 
-Needs the extra `train`, which brings torch. Nothing is imported here, so that an entry point can prepare its environment
-before torch is loaded.
+Needs the extra `train`, which brings torch. Nothing is imported here, so that an entry point can prepare its
+environment before torch is loaded.
 """
