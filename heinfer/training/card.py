@@ -17,7 +17,7 @@ import onnx
 from heinfer.cards import CARD_KEY
 from heinfer.training.datasets.dataset import Dataset
 from heinfer.training.evaluation import Quality
-from heinfer.training.export import OUTPUT_NAME, input_name
+from heinfer.training.interface import describe_interface
 from heinfer.training.privacy.accounting import ACCOUNTANT_VERSION, ADJACENCY
 from heinfer.training.privacy.planning import PrivacyPlan
 from heinfer.training.recipe import Recipe
@@ -114,22 +114,7 @@ def make_private_card(
         **outcome.quality.to_json(),
         **({"test_data": "held out of the private file; not protected"} if is_split(recipe) else {}),
         "samples": samples,
-        "inputs": {
-            input_name(data.input_shape): {
-                "dtype": "float32",
-                "shape": ["batch", *data.input_shape],
-                "meaning": "rows of the table as they are; the model scales them itself"
-                if data.is_table
-                else "pixels divided by 255, in [0, 1]",
-            }
-        },
-        "outputs": {
-            OUTPUT_NAME: {
-                "dtype": "float32",
-                "shape": ["batch", data.classes],
-                "meaning": "one logit for each class; the largest is the predicted label",
-            }
-        },
+        **describe_interface(data),
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in _PACKAGES}},
     }
 

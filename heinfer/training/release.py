@@ -30,7 +30,8 @@ from heinfer.errors import HeinferError, InputError
 from heinfer.training.architectures import find_architecture
 from heinfer.training.datasets.dataset import Dataset, model_inputs
 from heinfer.training.datasets.loading import load_dataset
-from heinfer.training.export import OUTPUT_NAME, export_network, input_name, run_model
+from heinfer.training.export import export_network, run_model
+from heinfer.training.interface import describe_interface
 from heinfer.training.recipe import Recipe, read_recipe, recipe_to_json
 from heinfer.training.trainer import train
 
@@ -140,22 +141,7 @@ def make_card(recipe: Recipe, data: Dataset, correct: NDArray[np.bool_]) -> dict
             "images": len(samples),
             "accuracy": float(samples.mean()) if len(samples) else None,
         },
-        "inputs": {
-            input_name(data.input_shape): {
-                "dtype": "float32",
-                "shape": ["batch", *data.input_shape],
-                "meaning": "rows of the table as they are; the model scales them itself"
-                if data.is_table
-                else "pixels divided by 255, in [0, 1]; the model normalises them itself",
-            }
-        },
-        "outputs": {
-            OUTPUT_NAME: {
-                "dtype": "float32",
-                "shape": ["batch", data.classes],
-                "meaning": "one logit for each class; the largest is the predicted label",
-            }
-        },
+        **describe_interface(data),
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in _PACKAGES}},
     }
 
