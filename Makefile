@@ -16,10 +16,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet 
 # Wheels of constraints.txt on Linux x86-64 with Python 3.11.
 DEMO_SIZE := about 150 MB
 ifeq ($(TORCH),cpu)
-DEV_SIZE := about 390 MB
+DEV_SIZE := about 470 MB
 PIP_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
 else
-DEV_SIZE := up to 2.9 GB, most of it PyTorch with CUDA (TORCH=cpu: about 390 MB)
+DEV_SIZE := up to 3 GB, most of it PyTorch with CUDA (TORCH=cpu: about 470 MB)
 PIP_INDEX :=
 endif
 
