@@ -168,6 +168,7 @@ def _figures(ledger: Ledger, delta: float | None, budget: float | None) -> dict[
         "head": ledger.head.sha256,
         "torn_line": ledger.torn_line,
         "parts": parts,
+        "seeded": [name for name, run in runs.items() if run.settings.get("seeded")],
         "epsilon": epsilon,
         "delta": delta,
         "adjacency": ADJACENCY,
@@ -186,6 +187,11 @@ def _show_ledger(ledger: Ledger, figures: dict[str, Any]) -> None:
         rows.add_row(part["run"], part["purpose"], f"{part['times']:,}", round_up(part["epsilon"]))
     rows.add_row("all together", "", "", round_up(figures["epsilon"]))
     out.print(rows)
+    if figures["seeded"]:
+        err.print(
+            f"seeded: {', '.join(figures['seeded'])}. Anybody can compute the noise of a seeded run: if anything of it "
+            "was handed on, its epsilon is infinite, whatever stands above"
+        )
     left = ""
     if figures["budget"] is not None:
         left = f"; {figures['left']:.3f} of a budget of {figures['budget']:g} is left"

@@ -18,7 +18,9 @@ pytest.importorskip("torch")
 
 import onnx
 import torch
+from typer.testing import CliRunner
 
+from heinfer.cli.main import app
 from heinfer.errors import InputError, IntegrityError, ParameterError, PrivacyBudgetError
 from heinfer.training.account import RunAccount
 from heinfer.training.assembly import make_clipping, make_networks, make_run, plan_run
@@ -432,3 +434,13 @@ def test_test_records_of_a_private_file_are_not_handed_on(tmp_path):
     assert card["samples"] is None
     assert "private file" in card["test_data"]
     assert not (tmp_path / "run" / "samples.npz").exists()
+
+
+def test_ledger_report_says_which_runs_were_seeded(tmp_path):
+    ledger = tmp_path / "ledger.jsonl"
+    for name, seed in (("a", None), ("b", 1)):
+        train_privately(recipe(), blobs(), tmp_path / name, RunOptions(seed=seed, ledger=ledger))
+    shown = CliRunner().invoke(app, ["privacy", "ledger", str(tmp_path / "a"), "--json", str(tmp_path / "l.json")])
+    assert shown.exit_code == 0, shown.output
+    (seeded,) = json.loads((tmp_path / "l.json").read_text())["seeded"]
+    assert seeded == RunFolder(tmp_path / "b").read().run_id
