@@ -19,7 +19,7 @@ from heinfer.training.datasets.loading import load_dataset
 from heinfer.training.export import run_model
 from heinfer.training.losses import DistilledRecords, cross_entropy, make_distillation_loss
 from heinfer.training.pretraining import choose_trainable, fit_public, transfer_weights
-from heinfer.training.privacy.accounting import compute_epsilon
+from heinfer.training.privacy.accounting import compute_epsilon, default_delta
 from heinfer.training.privacy.checks import check_private_network
 from heinfer.training.privacy.clipping import Adaptive, Automatic, Clipping, Flat, PerLayer
 from heinfer.training.privacy.gradients import LossFunction
@@ -99,7 +99,7 @@ def reserve_evaluation(privacy: Privacy, samples: int) -> tuple[Mechanism, ...]:
         return ()
     if privacy.target_epsilon is None:
         raise InputError("evaluation_reserve is a fraction of target_epsilon: give a target in place of the noise")
-    delta = privacy.delta or min(1e-5, 1 / (10 * samples))
+    delta = privacy.delta or default_delta(samples)
     goal = privacy.evaluation_reserve * privacy.target_epsilon
     low, high = math.log(0.2), math.log(1e6)
     while high - low > 1e-3:

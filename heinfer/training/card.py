@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -20,7 +20,7 @@ from heinfer.training.evaluation import Quality
 from heinfer.training.interface import describe_interface
 from heinfer.training.privacy.accounting import ACCOUNTANT_VERSION, ADJACENCY
 from heinfer.training.privacy.planning import PrivacyPlan
-from heinfer.training.recipe import Recipe
+from heinfer.training.recipe import Recipe, recipe_to_json
 
 CARD_FORMAT = 1
 SAMPLES_FILE = "samples.npz"
@@ -73,7 +73,7 @@ def make_private_card(
         samples: file, number and accuracy of the samples beside the model, None where there are none.
     """
     plan, private = outcome.plan, outcome.seed is None
-    levels = _taken(plan, outcome.steps)
+    levels = plan.taken(outcome.steps)
     known = recipe.data.set is not None
     public = [recipe.pretraining.data.name] if recipe.pretraining is not None else []
     public += [f"teacher {recipe.distillation.teacher}"] if recipe.distillation is not None else []
@@ -81,7 +81,7 @@ def make_private_card(
         "format": CARD_FORMAT,
         "name": recipe.name,
         "architecture": recipe.architecture,
-        "recipe": json.loads(json.dumps(asdict(recipe))),
+        "recipe": recipe_to_json(recipe),
         "epsilon": outcome.epsilon_pld if private else None,
         "epsilon_rdp": outcome.epsilon_rdp if private else None,
         "epsilon_without_seed": outcome.epsilon_pld,
@@ -92,8 +92,8 @@ def make_private_card(
         "sampling_probability": plan.sampling_probability,
         "noise": {
             "schedule": recipe.privacy.noise_schedule if recipe.privacy is not None else "constant",
-            "multipliers": [multiplier for multiplier, _ in levels],
-            "steps": [steps for _, steps in levels],
+            "multipliers": [level.noise_multiplier for level in levels],
+            "steps": [level.steps for level in levels],
         },
         "clipping": recipe.privacy.clipping.value if recipe.privacy is not None else None,
         "clip_norm": outcome.clip_norms[0] if len(outcome.clip_norms) == 1 else list(outcome.clip_norms),
@@ -124,17 +124,6 @@ def is_split(recipe: Recipe) -> bool:
     return (
         recipe.data.test_fraction is not None and recipe.privacy is not None and not recipe.privacy.evaluation_reserve
     )
-
-
-def _taken(plan: PrivacyPlan, steps: int) -> list[tuple[float, int]]:
-    """Return noise multipliers and numbers of the first steps of a plan."""
-    found = []
-    for level in plan.levels:
-        count = min(steps, level.steps)
-        if count:
-            found.append((level.noise_multiplier, count))
-        steps -= count
-    return found
 
 
 def attach_card(model: onnx.ModelProto, card: Mapping[str, Any]) -> None:

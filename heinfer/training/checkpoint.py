@@ -23,6 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from heinfer.errors import InputError
+from heinfer.training.runs import sync
 
 FORMAT = 1
 _HEADER = "heinfer.checkpoint"
@@ -56,7 +57,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         file.flush()
         os.fsync(file.fileno())
     staging.replace(path)
-    _sync_folder(path.parent)
+    sync(path.parent)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -118,11 +119,3 @@ def restore_tensors(
         optimiser.load_state_dict({"state": state, "param_groups": groups})
     except (RuntimeError, ValueError, KeyError) as error:
         raise InputError(f"the checkpoint is that of another network or optimiser: {error}") from None
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from heinfer.training.datasets.dataset import Examples
 from heinfer.training.privacy.mechanisms import GaussianRelease
 from heinfer.training.privacy.randomness import KeyedRandomness, Purpose
+from heinfer.training.private_trainer import Records
+
+#: Records in a forward pass; bounds memory, does not change the result.
+_BATCH = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,21 @@ def measure_quality(logits: NDArray[np.float32], test: Examples) -> Quality:
     if logits.shape[1] == 2 and len(np.unique(test.labels)) == 2:
         auc = area_under_curve(logits[:, 1].astype(np.float64) - logits[:, 0], test.labels)
     return Quality(float(correct.mean()), auc, len(test), 0.0)
+
+
+@torch.no_grad()
+def measure_accuracy(network: nn.Module, records: Records) -> float:
+    """Return the fraction of records that a network classifies correctly.
+
+    Args:
+        network: in evaluation mode.
+        records: not augmented.
+    """
+    correct = 0
+    for indices in torch.split(torch.arange(len(records)), _BATCH):
+        inputs, labels = records.select(indices, 0)
+        correct += int((network(inputs).argmax(dim=1) == labels).sum())
+    return correct / len(records)
 
 
 def area_under_curve(scores: NDArray[np.float64], labels: NDArray[np.int64]) -> float:

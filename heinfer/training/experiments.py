@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from heinfer.errors import InputError, ParameterError
 from heinfer.training.assembly import Networks, make_networks, make_records, make_run, plan_run, pretrain
 from heinfer.training.datasets.dataset import Dataset
+from heinfer.training.evaluation import measure_accuracy
 from heinfer.training.losses import cross_entropy
 from heinfer.training.optimisers import WeightAverage, make_optimiser, make_schedule
 from heinfer.training.pretraining import choose_trainable
@@ -35,8 +36,6 @@ from heinfer.training.trials import Setup, Trial, TrialFile
 Tell = Callable[[int, int], None]
 #: Called with a phase, what is done of it, and of how much.
 Progress = Callable[[str, int, int], None]
-#: Records in a forward pass when accuracy is measured.
-_EVALUATION_BATCH = 1000
 
 
 class SeededRuns:
@@ -126,17 +125,12 @@ class SeededRuns:
             weights, steps = run.released_weights(), run.step
         return self._measure(recipe, networks, weights), steps
 
-    @torch.no_grad()
     def _measure(self, recipe: Recipe, networks: Networks, weights: dict[str, Tensor]) -> float:
         plain = make_records(replace(recipe, augmentation=Augmentation()), self._data.test, networks, self._cache)
         network = networks.trained
         network.load_state_dict(weights)
         network.eval()
-        correct = 0
-        for indices in torch.split(torch.arange(len(plain)), _EVALUATION_BATCH):
-            inputs, labels = plain.select(indices, 0)
-            correct += int((network(inputs).argmax(dim=1) == labels).sum())
-        return correct / len(plain)
+        return measure_accuracy(network, plain)
 
 
 def tell_percent(progress: Progress) -> Tell:

@@ -38,7 +38,7 @@ from heinfer.training.assembly import (
 from heinfer.training.card import SAMPLES_FILE, Outcome, attach_card, is_split, make_private_card
 from heinfer.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from heinfer.training.datasets.dataset import Dataset, model_inputs, record_digests
-from heinfer.training.evaluation import Quality, measure_privately, measure_quality
+from heinfer.training.evaluation import Quality, measure_accuracy, measure_privately, measure_quality
 from heinfer.training.export import export_network, run_model
 from heinfer.training.observers import Observer, Observers, StepFile, TensorBoardWriter
 from heinfer.training.page import write_page
@@ -49,7 +49,7 @@ from heinfer.training.privacy.mechanisms import GaussianRelease
 from heinfer.training.privacy.planning import PrivacyPlan
 from heinfer.training.privacy.randomness import KeyedRandomness
 from heinfer.training.private_trainer import PrivateRun, take_steps
-from heinfer.training.recipe import Recipe
+from heinfer.training.recipe import Recipe, recipe_to_json
 from heinfer.training.release import AccuracyFloorError
 from heinfer.training.runs import RELEASE_FILES, RunFolder, RunRecord, default_ledger, new_run_id, sync
 from heinfer.training.self_test import verify_mechanism
@@ -128,14 +128,17 @@ def train_privately(
     if public is not None:
         _refuse_private_records(public, data)
     place = RunFolder(folder)
+    plan = None
     if options.resume:
         place.require_unfinished()
     else:
-        plan_run(recipe, len(data.train))  # what it refuses is refused before there is a folder
+        plan = plan_run(recipe, len(data.train))  # what it refuses is refused before there is a folder
         place.create()
     with place.locked():
-        begin = _resume if options.resume else _begin
-        session = begin(recipe, data, place, options, public, progress)
+        if plan is None:
+            session = _resume(recipe, data, place, options)
+        else:
+            session = _begin(recipe, data, place, options, plan, public, progress)
         return _finish(session, recipe, data, place, options, progress)
 
 
@@ -151,10 +154,15 @@ def _refuse_private_records(public: Dataset, data: Dataset) -> None:
 
 
 def _begin(
-    recipe: Recipe, data: Dataset, place: RunFolder, options: RunOptions, public: Dataset | None, progress: Progress
+    recipe: Recipe,
+    data: Dataset,
+    place: RunFolder,
+    options: RunOptions,
+    plan: PrivacyPlan,
+    public: Dataset | None,
+    progress: Progress,
 ) -> _Session:
     randomness = KeyedRandomness.from_system() if options.seed is None else KeyedRandomness.from_seed(options.seed)
-    plan = plan_run(recipe, len(data.train))
     networks = make_networks(recipe, data, randomness)
     if public is not None:
         pretrain(recipe, public, networks, randomness, progress)
@@ -163,19 +171,18 @@ def _begin(
     fingerprint = data.private_fingerprint()
     ledger = options.ledger or default_ledger(place.path, fingerprint)
     run_id = new_run_id(recipe.name)
-    record = RunRecord(run_id, _plain(recipe), fingerprint, str(ledger.resolve()), options.allowance)
+    record = RunRecord(run_id, recipe_to_json(recipe), fingerprint, str(ledger.resolve()), options.allowance)
     session = _Session(recipe, record, run, plan, networks, randomness, checks)
     write_checkpoint(place.checkpoint, run.checkpoint())
     place.write(record)
     return session
 
 
-def _resume(
-    recipe: Recipe, data: Dataset, place: RunFolder, options: RunOptions, public: Dataset | None, progress: Progress
-) -> _Session:
+def _resume(recipe: Recipe, data: Dataset, place: RunFolder, options: RunOptions) -> _Session:
     record = place.require_unfinished()
-    if record.recipe != _plain(recipe):
-        changed = sorted(key for key in _plain(recipe) if record.recipe.get(key) != _plain(recipe)[key])
+    settings = recipe_to_json(recipe)
+    if record.recipe != settings:
+        changed = sorted(key for key in settings if record.recipe.get(key) != settings[key])
         raise InputError(
             f"the run in {place.path} was begun with another recipe ({', '.join(changed)}); resume with it"
         )
@@ -284,37 +291,22 @@ class _PublicTest:
         plain = replace(session.recipe, augmentation=type(session.recipe.augmentation)())
         self._records = make_records(plain, data.test, session.networks)
 
-    @torch.no_grad()
     def accuracy(self) -> float:
         """Of the weights that would be released now."""
         weights = {name: tensor.clone() for name, tensor in self._network.state_dict().items()}
         self._network.load_state_dict(self._run.released_weights())
         self._network.eval()
-        correct = 0
-        for indices in torch.split(torch.arange(len(self._records)), 1000):
-            inputs, labels = self._records.select(indices, 0)
-            correct += int((self._network(inputs).argmax(dim=1) == labels).sum())
+        accuracy = measure_accuracy(self._network, self._records)
         self._network.load_state_dict(weights)
         self._network.train()
-        return correct / len(self._records)
+        return accuracy
 
 
 def _forecast(plan: PrivacyPlan) -> Callable[[int], float]:
     """Return steps -> epsilon for display: exact at twenty places, linear in between."""
     places = np.unique(np.linspace(0, plan.steps, 21).astype(int))
-    found = [compute_epsilon([*_first_steps(plan, int(steps)), *plan.reserve], plan.delta) for steps in places]
+    found = [compute_epsilon(plan.first(int(steps)), plan.delta) for steps in places]
     return lambda steps: float(np.interp(steps, places, found))
-
-
-def _first_steps(plan: PrivacyPlan, steps: int) -> list[Any]:
-    """Return the mechanisms of the first steps of a plan."""
-    found = []
-    for mechanism in plan.mechanisms()[: len(plan.levels)]:
-        count = min(steps, mechanism.count)
-        if count:
-            found.append(mechanism.times(count))
-        steps -= count
-    return found
 
 
 def _measure(session: _Session, logits: NDArray[np.float32], data: Dataset) -> Quality:
@@ -407,8 +399,3 @@ def _settings(session: _Session) -> dict[str, Any]:
 
 def _teacher_digest(recipe: Recipe) -> str | None:
     return None if recipe.distillation is None else sha256(Path(recipe.distillation.teacher).read_bytes()).hexdigest()
-
-
-def _plain(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as JSON values."""
-    return dict(json.loads(json.dumps(asdict(recipe))))

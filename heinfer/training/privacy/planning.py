@@ -107,9 +107,23 @@ class PrivacyPlan:
         level = self.levels[bisect_right(ends, step)]
         return SampledGaussian(level.noise_multiplier, self.sampling_probability)
 
+    def taken(self, steps: int) -> tuple[Level, ...]:
+        """Return the noise of the first `steps` steps."""
+        found = []
+        for level in self.levels:
+            count = min(steps, level.steps)
+            if count > 0:
+                found.append(Level(level.noise_multiplier, count))
+            steps -= count
+        return tuple(found)
+
+    def first(self, steps: int) -> tuple[Mechanism, ...]:
+        """Return what the first `steps` steps take, and the reserve."""
+        return (*_training(self.taken(steps), self.sampling_probability), *self.reserve)
+
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """Return all that is taken: the steps and the reserve."""
-        return (*_training(self.levels, self.sampling_probability), *self.reserve)
+        return self.first(self.steps)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values; `from_json` gives it back."""
