@@ -2,7 +2,7 @@
 #
 #   make demo PYTHON=/usr/bin/python3.12     another Python
 #   make test TORCH=cpu                      PyTorch without CUDA, from PyTorch's own index
-#   make test ARGS="-m 'not slow' -x"        arguments for pytest
+#   make test ARGS="-m 'not slow and not long' -x"    arguments for pytest
 
 PYTHON ?= python3
 TORCH ?= default
@@ -31,7 +31,7 @@ export OMP_WAIT_POLICY OPENBLAS_NUM_THREADS
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-dev demo test check lint types format bench stubs clean
+.PHONY: help setup setup-dev demo test test-long check lint types format bench docs stubs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -44,6 +44,9 @@ demo: setup ## classify MNIST digits under encryption: untrusted server and trus
 
 test: check ## lint, types, import contracts, then the test suite
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-long: setup-dev ## the tests that take minutes each: large architectures at full size
+	@$(BIN)/python -m pytest -m long $(ARGS)
 
 check: lint types ## everything of `make test` but the tests
 
@@ -61,6 +64,9 @@ format: setup-dev ## format and mend what ruff can
 
 bench: setup-dev ## run the scripts in benchmarks/
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+docs: setup ## generate docs/operators.md from the partitioner's rules
+	@$(BIN)/python -m partitioner.catalogue > docs/operators.md
 
 stubs: setup-dev ## generate heinfer/wire/proto/*_pb2* from heinfer.proto
 	@$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. heinfer/wire/proto/heinfer.proto

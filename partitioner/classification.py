@@ -1,65 +1,112 @@
 """Which operators may run where.
 
-requires  a simplified model and the shapes of its values
+requires  a simplified model whose composite operators are rewritten, and the shapes of its values
 ensures   a `Lowered` for every node, or one error that lists every node that can't be placed
+
+`RULES` is the one list of what the server can do; docs/operators.md is made from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import onnx_ir as ir
 
 from heinfer.errors import UnsupportedModelError
-from partitioner.free_operators import lower_average_pool, lower_movement, lower_sum
-from partitioner.linear_operators import (
-    lower_batch_normalization,
-    lower_conv,
-    lower_gemm,
-    lower_matmul,
-    lower_product,
-)
+from partitioner.convolutions import lower_conv, lower_conv_transpose
+from partitioner.elementwise import lower_batch_normalization, lower_negation, lower_product, lower_sum
 from partitioner.lowering import ON_NODE, Context, Lowered, constant
+from partitioner.movements import lower_movement, lower_resize, lower_where
+from partitioner.pooling import lower_average_pool, lower_cumulative_sum, lower_reduction
+from partitioner.products import lower_einsum, lower_gemm, lower_matmul
+from partitioner.rewriting import why_left
 from partitioner.shapes import Shape
 
-_LOWERINGS: Mapping[str, Callable[[ir.Node, Context], Lowered]] = {
-    "Conv": lower_conv,
-    "Gemm": lower_gemm,
-    "MatMul": lower_matmul,
-    "BatchNormalization": lower_batch_normalization,
-    "Mul": lower_product,
-    "Div": lower_product,
-    "Add": lower_sum,
-    "Sub": lower_sum,
-    "Sum": lower_sum,
-    "AveragePool": lower_average_pool,
-    "GlobalAveragePool": lower_average_pool,
-    "Concat": lower_movement,
-    "Flatten": lower_movement,
-    "Identity": lower_movement,
-    "Pad": lower_movement,
-    "Reshape": lower_movement,
-    "Slice": lower_movement,
-    "Transpose": lower_movement,
-}
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How an operator is placed.
+
+    Attributes:
+        lower: makes its `Lowered`, or refuses.
+        note: what the server can do of it, for docs/operators.md.
+        weighted: whether it may hold weights.
+    """
+
+    lower: Callable[[ir.Node, Context], Lowered]
+    note: str
+    weighted: bool = False
+
+
+_ALL = "all attributes"
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "Conv": Rule(lower_conv, "1-D, 2-D, 3-D; all attributes, depthwise and grouped too", weighted=True),
+        "ConvTranspose": Rule(lower_conv_transpose, "1-D, 2-D, 3-D; all attributes", weighted=True),
+        "Gemm": Rule(lower_gemm, "all attributes; the constant on either side", weighted=True),
+        "MatMul": Rule(lower_matmul, "a constant of any rank on either side", weighted=True),
+        "Einsum": Rule(
+            lower_einsum, "one activation and one constant, any equation; one activation alone", weighted=True
+        ),
+        "BatchNormalization": Rule(
+            lower_batch_normalization,
+            "folds into a Conv, ConvTranspose or Gemm in front of it; else a block of its own",
+            weighted=True,
+        ),
+        "Mul": Rule(
+            lower_product, "by constants: folds channel by channel where it can; else a block of its own", weighted=True
+        ),
+        "Div": Rule(lower_product, "by constants, as Mul", weighted=True),
+        "Add": Rule(lower_sum, "of activations, of an activation and a constant"),
+        "Sub": Rule(lower_sum, "as Add"),
+        "Sum": Rule(lower_sum, "of activations and constants"),
+        "Mean": Rule(lower_sum, "of activations and constants"),
+        "Neg": Rule(lower_negation, _ALL),
+        "AveragePool": Rule(lower_average_pool, "1-D, 2-D, 3-D; all attributes"),
+        "GlobalAveragePool": Rule(lower_reduction, _ALL),
+        "ReduceMean": Rule(lower_reduction, "axes constant, without the batch"),
+        "ReduceSum": Rule(lower_reduction, "axes constant, without the batch"),
+        "CumSum": Rule(lower_cumulative_sum, "axis constant, not the batch"),
+        "CenterCropPad": Rule(lower_movement, _ALL),
+        "Concat": Rule(lower_movement, "of activations; constants are added to zeros in their place"),
+        "DepthToSpace": Rule(lower_movement, _ALL),
+        "Expand": Rule(lower_movement, "shape constant"),
+        "Flatten": Rule(lower_movement, "from the first axis after the batch"),
+        "Gather": Rule(lower_movement, "indices constant"),
+        "Identity": Rule(lower_movement, _ALL),
+        "Pad": Rule(lower_movement, "all modes; pads and value constant"),
+        "Reshape": Rule(lower_movement, "shape constant"),
+        "Resize": Rule(lower_resize, "to the nearest neighbour; what interpolates runs on the node"),
+        "Slice": Rule(lower_movement, "bounds constant"),
+        "SpaceToDepth": Rule(lower_movement, _ALL),
+        "Squeeze": Rule(lower_movement, _ALL),
+        "Tile": Rule(lower_movement, "repeats constant"),
+        "Transpose": Rule(lower_movement, _ALL),
+        "Trilu": Rule(lower_movement, "k constant"),
+        "Unsqueeze": Rule(lower_movement, _ALL),
+        "Where": Rule(lower_where, "condition constant; one branch may be constant and finite"),
+    }
+)
 
 #: Operators that hold learned weights where an input is constant, and that the server lacks: position of that input.
-_NOT_YET: Mapping[str, tuple[int, ...]] = {
-    "ConvTranspose": (1,),
-    "ConvInteger": (1,),
-    "DeformConv": (1,),
-    "Einsum": (0, 1),
-    "GRU": (1,),
-    "LSTM": (1,),
-    "MatMulInteger": (0, 1),
-    "QLinearConv": (3,),
-    "QLinearMatMul": (0, 3),
-    "RNN": (1,),
-}
+LACKING: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        "CausalConvWithState": (1,),
+        "ConvInteger": (1,),
+        "DeformConv": (1,),
+        "GRU": (1,),
+        "LSTM": (1,),
+        "MatMulInteger": (0, 1),
+        "QLinearConv": (3,),
+        "QLinearMatMul": (0, 3),
+        "RNN": (1,),
+    }
+)
 
-
-_FINITE = ("BatchNormalization", "Conv", "Gemm", "MatMul")
+_FINITE = ("BatchNormalization", "Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul")
 #: Operators that take infinity, as in masks, but never NaN.
 _NUMBERS = ("Add", "Div", "Mul", "Sub")
 
@@ -80,15 +127,23 @@ def classify(model: ir.Model, shapes: Mapping[str, Shape]) -> dict[ir.Node, Lowe
 
 
 def _lower(node: ir.Node, context: Context) -> Lowered:
-    for position in _NOT_YET.get(node.op_type, ()):
+    for position in LACKING.get(node.op_type, ()):
         if position < len(node.inputs) and constant(node.inputs[position]) is not None:
-            return context.refuse(node, "its weights belong on the server, which has no such operator yet")
+            reason = why_left(node) or "its weights belong on the server, which has no such operator"
+            return context.refuse(node, reason)
     weights = [array for array in map(constant, node.inputs) if array is not None and array.dtype.kind == "f"]
-    if node.op_type in ("Conv", "Gemm", "MatMul") and any(array.dtype != np.float32 for array in weights):
+    if node.op_type in _FINITE and any(array.dtype != np.float32 for array in weights):
         return context.refuse(node, f"weights are {weights[0].dtype}; export the model in float32")
     if node.op_type in _FINITE and not all(np.all(np.isfinite(array)) for array in weights):
         return context.refuse(node, "weights hold NaN or infinity")
     if node.op_type in _NUMBERS and any(np.any(np.isnan(array)) for array in weights):
         return context.refuse(node, "weights hold NaN or infinity")
-    lowering = _LOWERINGS.get(node.op_type)
-    return ON_NODE if lowering is None or node.domain not in ("", "ai.onnx") else lowering(node, context)
+    rule = RULES.get(node.op_type)
+    if rule is None or node.domain not in ("", "ai.onnx") or (not weights and _is_empty(node, context)):
+        return ON_NODE
+    return rule.lower(node, context)
+
+
+def _is_empty(node: ir.Node, context: Context) -> bool:
+    """Whether an operator's result has no elements."""
+    return any(0 in (context.shape(value) or ()) for value in node.outputs)

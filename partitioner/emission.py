@@ -34,7 +34,7 @@ from heinfer.ring import RingParameters
 from partitioner.blocks import BuiltBlock
 from partitioner.grouping import Group
 from partitioner.importing import BATCH, Imported
-from partitioner.shapes import Shape
+from partitioner.shapes import Shape, infer_types
 
 _NO_DIGEST = "0" * 64
 
@@ -65,8 +65,7 @@ def draft(
     Raises:
         UnsupportedModelError: a result of the model has no batch axis in front.
     """
-    proto = ir.to_proto(imported.model)
-    types = _element_types(proto)
+    types = infer_types(imported.model)
     submodels: dict[str, bytes] = {}
     steps: list[NodeStep | RoundStep] = []
     rounds: dict[int, list[int]] = {}
@@ -81,7 +80,7 @@ def draft(
             block_index += 1
         else:
             name = f"node_{group.round}.onnx"
-            step, submodels[name] = _cut_submodel(name, group, proto, types, shapes)
+            step, submodels[name] = _cut_submodel(name, group, imported.model, types, shapes)
             steps.append(step)
     plan = Plan(
         model=ModelInfo(imported.name, imported.sha256),
@@ -155,7 +154,7 @@ def _term_arrays(terms: Sequence[Sequence[OutputTerms]]) -> dict[str, NDArray[np
 def _cut_submodel(
     name: str,
     group: Group,
-    proto: onnx.ModelProto,
+    model: ir.Model,
     types: Mapping[str, int],
     shapes: Mapping[str, Shape],
 ) -> tuple[NodeStep, bytes]:
@@ -164,17 +163,16 @@ def _cut_submodel(
     made = dict.fromkeys(v for n in group.nodes for v in n.outputs)
     read = {v: None for n in group.nodes for v in n.inputs if v is not None and v not in made}
     inputs = [str(v.name) for v in read if v.const_value is None]
-    constants = {str(v.name) for v in read if v.const_value is not None}
     outputs = [str(v.name) for v in made if v.is_graph_output() or any(u.node not in inside for u in v.uses())]
-    names = {n.name for n in group.nodes}
     graph = onnx.helper.make_graph(
-        [n for n in proto.graph.node if n.name in names],
+        [ir.serde.serialize_node(n) for n in group.nodes],
         name,
         [_value_info(n, types, shapes) for n in inputs],
         [_value_info(n, types, shapes) for n in outputs],
-        [i for i in proto.graph.initializer if i.name in constants],
+        [_initialiser(v) for v in read if v.const_value is not None],
     )
-    cut = onnx.helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
+    opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
+    cut = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version)
     operators = tuple(f"{n.name} ({n.op_type})" for n in group.nodes)
     return NodeStep(name, tuple(inputs), tuple(outputs), operators), cut.SerializeToString()
 
@@ -186,10 +184,11 @@ def _value_info(name: str, types: Mapping[str, int], shapes: Mapping[str, Shape]
     )
 
 
-def _element_types(proto: onnx.ModelProto) -> dict[str, int]:
-    inferred = onnx.shape_inference.infer_shapes(proto)
-    values = (*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output)
-    return {v.name: v.type.tensor_type.elem_type for v in values}
+def _initialiser(value: ir.Value) -> onnx.TensorProto:
+    assert value.const_value is not None  # the caller has looked
+    proto = ir.serde.serialize_tensor(value.const_value)
+    proto.name = str(value.name)
+    return proto
 
 
 def _spec(value: ir.Value, types: Mapping[str, int], shapes: Mapping[str, Shape]) -> TensorSpec:

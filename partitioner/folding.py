@@ -1,8 +1,9 @@
 """Fold BatchNormalization and products with constants into neighbouring weights; put Gemm into one form.
 
     requires  a simplified model
-    ensures   no BatchNormalization, Mul or Div by a constant follows a Conv, Gemm or MatMul with constant weights that
-              nothing else reads, where the product folds; no Gemm transposes an activation
+    ensures   no BatchNormalization, Mul or Div by a constant follows a Conv, ConvTranspose, Gemm, MatMul or
+              BatchNormalization with constant weights that nothing else reads, where the product folds; no Gemm
+              transposes an activation or adds one
 
 BatchNormalization folds by onnxscript's rules. A product in front of weights (input normalisation) folds when only
 weighted operators read it and the factor is one number, or one a channel (a feature for Gemm and MatMul).
@@ -18,17 +19,28 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 from numpy.typing import NDArray
 from onnxscript.rewriter import rewrite
-from onnxscript.rewriter.rules.common import fuse_batchnorm_into_conv_rule, fuse_batchnorm_into_gemm_rule
+from onnxscript.rewriter.rules.common import (
+    fuse_batchnorm_into_conv_rule,
+    fuse_batchnorm_into_conv_transpose_rule,
+    fuse_batchnorm_into_gemm_rule,
+)
 
 from partitioner.lowering import constant
 from partitioner.shapes import Shape, infer_shapes
 
-_WEIGHTED = ("Conv", "Gemm", "MatMul")
+_WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_CONVOLUTIONS = ("Conv", "ConvTranspose")
+_BATCH_NORM_RULES = (
+    fuse_batchnorm_into_conv_rule,
+    fuse_batchnorm_into_conv_transpose_rule,
+    fuse_batchnorm_into_gemm_rule,
+)
 
 
 def fold(model: ir.Model) -> None:
     """Fold in place."""
-    rewrite(model, [fuse_batchnorm_into_conv_rule, fuse_batchnorm_into_gemm_rule])
+    rewrite(model, list(_BATCH_NORM_RULES))
+    _split_gemm(model)
     _untranspose_gemm(model)
     shapes = infer_shapes(model)
     for node in list(model.graph):
@@ -57,11 +69,38 @@ def _fold_product(model: ir.Model, node: ir.Node, shapes: Mapping[str, Shape]) -
         for use in list(node.outputs[0].uses()):
             _scale_input(model, use.node, factor)
         node.outputs[0].replace_all_uses_with(value)
-    elif producer is not None and _producer_folds(producer, value):
-        rows = _row_factors(producer, factor)
-        if rows is not None:
-            _scale_rows(model, producer, rows)
-            _take_over(node.outputs[0], value)
+        return
+    bias = _bias_between(producer, value)
+    weighted = producer if bias is None or producer is None else _operand(producer, 1 - bias).producer()
+    made = value if bias is None or producer is None else _operand(producer, 1 - bias)
+    if weighted is None or not _producer_folds(weighted, made):
+        return
+    rows = _row_factors(weighted, factor, None if shape is None else len(shape) + 1)
+    if rows is None:
+        return
+    _scale_rows(model, weighted, rows)
+    if bias is not None and producer is not None:
+        added = constant(producer.inputs[bias])
+        assert added is not None  # `_bias_between` has found it
+        _replace(model, producer, bias, added.astype(np.float64) * factor)
+    _take_over(node.outputs[0], value)
+
+
+def _bias_between(producer: ir.Node | None, value: ir.Value) -> int | None:
+    """Return which operand of an Add or Sub in front of a product is constant; None if it is no such bias."""
+    if producer is None or producer.op_type not in ("Add", "Sub") or len(list(value.uses())) != 1:
+        return None
+    found = [i for i, operand in enumerate(producer.inputs) if constant(operand) is not None]
+    if len(found) != 1 or value.is_graph_output() or (producer.op_type == "Sub" and found[0] == 0):
+        return None
+    array = constant(producer.inputs[found[0]])
+    return found[0] if array is not None and array.dtype == np.float32 and np.all(np.isfinite(array)) else None
+
+
+def _operand(node: ir.Node, position: int) -> ir.Value:
+    value = node.inputs[position]
+    assert value is not None  # a required input, as the checker has verified
+    return value
 
 
 def _take_over(old: ir.Value, new: ir.Value) -> None:
@@ -92,11 +131,14 @@ def _input_factors(reader: ir.Node, factor: NDArray[np.float64]) -> NDArray[np.f
         return None
     if factor.size == 1:
         return factor.reshape(())
-    if reader.op_type == "Conv":
+    if reader.op_type in _CONVOLUTIONS:
+        transposed = reader.op_type == "ConvTranspose"
         group = reader.attributes.get_int("group", 1)
-        channels = weights.shape[1] * group
+        channels = weights.shape[0] if transposed else weights.shape[1] * group
         if (1,) * (weights.ndim - factor.ndim) + factor.shape != (1, channels, *([1] * (weights.ndim - 2))):
             return None
+        if transposed:
+            return factor.reshape(-1, *([1] * (weights.ndim - 1)))
         by_group = np.repeat(factor.reshape(group, -1), weights.shape[0] // group, axis=0)
         return by_group.reshape(*weights.shape[:2], *([1] * (weights.ndim - 2)))
     by_rows = bool(reader.attributes.get_int("transB", 0))
@@ -108,23 +150,31 @@ def _input_factors(reader: ir.Node, factor: NDArray[np.float64]) -> NDArray[np.f
 def _producer_folds(producer: ir.Node, value: ir.Value) -> bool:
     """Whether the operator in front of a product has constant weights, and nothing else reads its result."""
     return (
-        producer.op_type in _WEIGHTED
-        and constant(producer.inputs[1]) is not None
+        producer.op_type in (*_WEIGHTED, "BatchNormalization")
+        and all(constant(value) is not None for value in producer.inputs[1:] if value is not None)
         and len(list(value.uses())) == 1
         and not value.is_graph_output()
-        and (len(producer.inputs) < 3 or producer.inputs[2] is None or constant(producer.inputs[2]) is not None)
     )
 
 
-def _row_factors(producer: ir.Node, factor: NDArray[np.float64]) -> NDArray[np.float64] | None:
-    """Return the factor of every output row (channel or column), None if the factor varies along another axis."""
+def _row_factors(producer: ir.Node, factor: NDArray[np.float64], rank: int | None) -> NDArray[np.float64] | None:
+    """Return the factor of every output row (channel or column), None if the factor varies along another axis.
+
+    Args:
+        producer: the operator whose rows they are.
+        factor: what its result is multiplied with.
+        rank: axes of that result; None if unknown.
+    """
     rows = _outputs(producer)
-    rank = _rank(producer.inputs[1])
+    if producer.op_type != "BatchNormalization":
+        rank = _rank(producer.inputs[1])
+    if rank is None:
+        return None
     if factor.ndim > rank or (rank == 1 and factor.size > 1):
         return None  # the factor might add an axis, or meets one that is none of the weights'
     if factor.size == 1:
         return np.full(rows, factor.reshape(-1)[0])
-    if producer.op_type == "Conv":
+    if producer.op_type in (*_CONVOLUTIONS, "BatchNormalization"):
         fits = (1,) * (rank - factor.ndim) + factor.shape == (1, rows, *([1] * (rank - 2)))
     else:
         fits = factor.shape[-1] == rows == factor.size
@@ -140,7 +190,9 @@ def _rank(weights: ir.Value | None) -> int:
 def _outputs(producer: ir.Node) -> int:
     weights = constant(producer.inputs[1])
     assert weights is not None  # the callers have checked
-    first = producer.op_type == "Conv" or producer.attributes.get_int("transB")
+    if producer.op_type == "ConvTranspose":
+        return int(weights.shape[1]) * producer.attributes.get_int("group", 1)
+    first = producer.op_type in ("Conv", "BatchNormalization") or producer.attributes.get_int("transB")
     return int(weights.shape[0 if first else -1])
 
 
@@ -148,9 +200,15 @@ def _scale_rows(model: ir.Model, node: ir.Node, rows: NDArray[np.float64]) -> No
     """Multiply the output rows of a weighted operator, its bias included."""
     weights, bias = constant(node.inputs[1]), constant(node.inputs[2]) if len(node.inputs) > 2 else None
     assert weights is not None  # the callers have checked
-    first = node.op_type == "Conv" or node.attributes.get_int("transB")
-    shaped = rows.reshape(-1, *([1] * (weights.ndim - 1))) if first else rows
-    _replace(model, node, 1, weights * shaped)
+    if node.op_type == "ConvTranspose":
+        group = node.attributes.get_int("group", 1)
+        by_group = weights.reshape(group, weights.shape[0] // group, *weights.shape[1:])
+        factors = rows.reshape(group, 1, -1, *([1] * (weights.ndim - 2)))
+        _replace(model, node, 1, (by_group * factors).reshape(weights.shape))
+    else:
+        first = node.op_type in ("Conv", "BatchNormalization") or node.attributes.get_int("transB")
+        shaped = rows.reshape(-1, *([1] * (weights.ndim - 1))) if first else rows
+        _replace(model, node, 1, weights * shaped)
     if bias is not None:
         _replace(model, node, 2, bias * rows)
 
@@ -181,10 +239,31 @@ def _untranspose_gemm(model: ir.Model) -> None:
             _swap_gemm(model, node, left)
 
 
+def _split_gemm(model: ir.Model) -> None:
+    """Gemm(A, W, C) with an activation C is Gemm(A, W) plus beta C."""
+    for node in list(model.graph):
+        added = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else None
+        if added is None or constant(added) is not None or all(constant(v) is None for v in node.inputs[:2]):
+            continue
+        graph = node.graph
+        assert graph is not None  # nodes of a model always have one
+        beta = node.attributes.get_float("beta", 1.0)
+        if beta != 1.0:
+            factor = _initialiser(model, f"{node.name}.beta", np.array(beta, np.float32))
+            scaled = ir.Node("", "Mul", [added, factor], name=f"{node.name}.scaled")
+            graph.insert_before(node, scaled)
+            added = scaled.outputs[0]
+        alone = ir.Node("", "Gemm", list(node.inputs[:2]), list(node.attributes.values()), name=node.name)
+        graph.insert_before(node, alone)
+        total = ir.Node("", "Add", [alone.outputs[0], added], name=f"{node.name}.sum")
+        graph.insert_before(node, total)
+        total.outputs[0].type = node.outputs[0].type
+        _take_over(node.outputs[0], total.outputs[0])
+        graph.remove(node, safe=True)
+
+
 def _swap_gemm(model: ir.Model, node: ir.Node, weights: NDArray[Any]) -> None:
     bias = constant(node.inputs[2]) if len(node.inputs) > 2 else None
-    if len(node.inputs) > 2 and node.inputs[2] is not None and bias is None:
-        return  # refused later, with its reason
     transposed_b = node.attributes.get_int("transB")
     activation = node.inputs[1] if transposed_b else _transpose(node, node.inputs[1])
     matrix = weights if not node.attributes.get_int("transA") else weights.T

@@ -1,37 +1,33 @@
 """Read an ONNX file and bring it into the form that the other passes expect.
 
     requires  a file
-    ensures   a checked model of one opset version, functions inlined, constants folded, no Identity or Dropout, and the
-              batch axis symbolic on every input and output
+    ensures   a checked model of one opset version, functions inlined, every input static with a batch of 1, simplified
 
-Folding, inlining and opset conversion are those of onnx, onnx-ir and onnxscript.
+The batch is the first axis of every input, symbolic or 1; so an input whose first axis is 1 for another reason, such as
+a mask of shape (1, T) for all samples, becomes one for each sample. Other symbolic axes (a sequence length) are fixed
+at the sizes that the caller gives. `partitioner.batching` frees the batch again.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import google.protobuf.message
-import numpy as np
 import onnx
 import onnx.inliner
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
-from onnx import version_converter
-from onnxscript import optimizer
-from onnxscript.rewriter import rewrite
-from onnxscript.rewriter.rules.common import dropout_inference_rule, dropout_zero_rule
 
 from heinfer.errors import Offence, UnsupportedModelError
+from partitioner.conversion import STANDARD_DOMAINS, convert
+from partitioner.simplification import simplify
 
-#: Models of older opsets are converted to this one; newer ones are taken as they are.
-OPSET = 21
-#: The first version of the file format that may hold that opset.
+#: The first version of the file format that may hold `partitioner.conversion.OPSET`.
 IR_VERSION = 10
 BATCH = "batch"
-_STANDARD_DOMAINS = ("", "ai.onnx")
 _CONTROL_FLOW = ("If", "Loop", "Scan", "SequenceMap")
 
 
@@ -42,13 +38,11 @@ class Imported:
     Attributes:
         name: file name without its ending, or the folder's name for a file called model.onnx.
         content: the original, serialised, weights included.
-        fixed_batch: whether the original takes exactly one sample.
         model: the graph that the passes work on.
     """
 
     name: str
     content: bytes
-    fixed_batch: bool
     model: ir.Model
 
     @property
@@ -57,34 +51,50 @@ class Imported:
         return hashlib.sha256(self.content).hexdigest()
 
 
-def import_model(path: Path) -> Imported:
-    """Read, check, convert, inline and fold a model.
+def import_model(path: Path, dimensions: Mapping[str, int] | None = None) -> Imported:
+    """Read, check, convert, inline, fix all sizes and simplify a model.
+
+    Args:
+        path: ONNX file.
+        dimensions: sizes of symbolic axes other than the batch, by the names that the model's inputs give them.
 
     Raises:
         UnsupportedModelError: not ONNX, or something in it that is never taken (control flow, custom domains, training
-            mode, a fixed batch size above 1, axes that stay dynamic).
+            mode, a fixed batch size above 1, axes that stay dynamic), or it has no dimension of a name in `dimensions`.
     """
     proto = _read(path)
     try:
         content = proto.SerializeToString()
     except (ValueError, google.protobuf.message.EncodeError) as error:
         raise UnsupportedModelError(f"{path}: models above 2 GiB are not supported yet") from error
-    _refuse(proto)
-    fixed_batch = _batch_is_fixed(proto)
-    model = _parse(_convert(_inline(proto)))
+    _refuse(proto, content)
+    _fix_sizes(proto, dimensions or {})
+    model = _parse(convert(_inline(proto)))
     # Below version 4 an initialiser has to be an input as well, which the passes undo.
     model.ir_version = max(model.ir_version, IR_VERSION)
     common_passes.InlinePass()(model)
     _name_nodes(model)
-    if not fixed_batch:
-        _make_symbolic(model)
-    _simplify(model)
-    if fixed_batch:
-        _make_symbolic(model)
-        _free_reshapes(model)
-        _simplify(model)
+    simplify(model)
     name = path.stem if path.stem != "model" else path.resolve().parent.name
-    return Imported(name, content, fixed_batch, model)
+    return Imported(name, content, model)
+
+
+def given_dimensions(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Return the `dimensions` that a model was imported with, from the shapes that its inputs have got.
+
+    Args:
+        path: ONNX file.
+        shapes: shape per sample of the inputs, by name.
+
+    Raises:
+        UnsupportedModelError: not ONNX.
+    """
+    return {
+        dim.dim_param: size
+        for value in _inputs(_read(path))
+        for dim, size in zip(value.type.tensor_type.shape.dim[1:], shapes.get(value.name, ()), strict=False)
+        if dim.dim_param
+    }
 
 
 def _read(path: Path) -> onnx.ModelProto:
@@ -99,15 +109,15 @@ def _read(path: Path) -> onnx.ModelProto:
     return proto
 
 
-def _refuse(proto: onnx.ModelProto) -> None:
+def _refuse(proto: onnx.ModelProto, content: bytes) -> None:
     """Refuse what is never taken, all of it at once, before the checker stops at the first."""
     local = {(f.domain, f.name) for f in proto.functions}
     offences = []
     for position, node in enumerate([*proto.graph.node, *(n for f in proto.functions for n in f.node)]):
         name = node.name or (node.output[0] if node.output else f"node {position}")
-        if node.op_type in _CONTROL_FLOW and node.domain in _STANDARD_DOMAINS:
+        if node.op_type in _CONTROL_FLOW and node.domain in STANDARD_DOMAINS:
             offences.append(Offence(name, node.op_type, "control flow is not supported; export the model without it"))
-        elif node.domain not in _STANDARD_DOMAINS and (node.domain, node.op_type) not in local:
+        elif node.domain not in STANDARD_DOMAINS and (node.domain, node.op_type) not in local:
             offences.append(
                 Offence(name, f"{node.domain}.{node.op_type}", "custom operator; export with standard ONNX operators")
             )
@@ -116,37 +126,72 @@ def _refuse(proto: onnx.ModelProto) -> None:
     if offences:
         raise UnsupportedModelError(f"{len(offences)} operators can't be partitioned:", offences)
     try:
-        onnx.checker.check_model(proto)
+        onnx.checker.check_model(content)
     except (onnx.checker.ValidationError, UnicodeDecodeError) as error:
         raise UnsupportedModelError(f"onnx refuses the model: {str(error).strip().splitlines()[0]}") from error
 
 
-def _batch_is_fixed(proto: onnx.ModelProto) -> bool:
-    """Whether the first axis is fixed at 1; refuse inputs that have no usable batch axis."""
+def _inputs(proto: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
     initialisers = {i.name for i in proto.graph.initializer}
-    fixed, offences = [], []
-    for value in proto.graph.input:
-        if value.name in initialisers:
-            continue
-        dims = value.type.tensor_type.shape.dim
-        if not value.type.HasField("tensor_type") or not value.type.tensor_type.HasField("shape") or not dims:
-            offences.append(Offence(value.name, "input", "has no batch axis: expected a tensor with samples first"))
-            continue
-        if dims[0].HasField("dim_value") and dims[0].dim_value != 1:
-            offences.append(
-                Offence(
-                    value.name, "input", f"batch size fixed at {dims[0].dim_value}; export with 1 or a symbolic axis"
-                )
-            )
-        dynamic = [i for i, d in enumerate(dims) if i and not (d.HasField("dim_value") and d.dim_value > 0)]
-        if dynamic:
-            offences.append(Offence(value.name, "input", f"axes {dynamic} are dynamic; export with fixed sizes"))
-        fixed.append(dims[0].HasField("dim_value"))
+    return [value for value in proto.graph.input if value.name not in initialisers]
+
+
+def _fix_sizes(proto: onnx.ModelProto, dimensions: Mapping[str, int]) -> None:
+    """Give every input a batch of 1 and the sizes in `dimensions`; forget all shapes that depended on these."""
+    inputs = _inputs(proto)
+    if not inputs:
+        raise UnsupportedModelError("the model has no inputs")
+    _refuse_dimensions(inputs, dimensions)
+    offences = [offence for value in inputs for offence in _fix_input(value, dimensions)]
     if offences:
         raise UnsupportedModelError("the model's inputs can't be used:", offences)
-    if not fixed:
-        raise UnsupportedModelError("the model has no inputs")
-    return any(fixed)
+    del proto.graph.value_info[:]
+    for value in proto.graph.output:
+        value.type.tensor_type.ClearField("shape")
+
+
+def _refuse_dimensions(inputs: Iterable[onnx.ValueInfoProto], dimensions: Mapping[str, int]) -> None:
+    names = {d.dim_param: None for value in inputs for d in value.type.tensor_type.shape.dim[1:] if d.dim_param}
+    unknown = [name for name in dimensions if name not in names]
+    if unknown:
+        there = ", ".join(map(repr, names)) if names else "none"
+        raise UnsupportedModelError(f"no input has a dimension named {unknown[0]!r}; symbolic after the batch: {there}")
+    for name, size in dimensions.items():
+        if size < 1:
+            raise UnsupportedModelError(f"dimension {name!r}: expected a size of 1 at least, found {size}")
+
+
+def _fix_input(value: onnx.ValueInfoProto, dimensions: Mapping[str, int]) -> list[Offence]:
+    """Fix the sizes of one input; return what stands against it."""
+    dims = value.type.tensor_type.shape.dim
+    if not value.type.HasField("tensor_type") or not value.type.tensor_type.HasField("shape") or not dims:
+        return [Offence(value.name, "input", "has no batch axis: expected a tensor with samples first")]
+    offences = []
+    if dims[0].HasField("dim_value") and dims[0].dim_value != 1:
+        reason = f"batch size fixed at {dims[0].dim_value}; export with 1 or a symbolic axis"
+        offences.append(Offence(value.name, "input", reason))
+    dims[0].dim_value = 1
+    for dim in dims[1:]:
+        if dim.dim_param in dimensions:
+            dim.dim_value = dimensions[dim.dim_param]
+    dynamic = {i: d.dim_param for i, d in enumerate(dims) if not (d.HasField("dim_value") and d.dim_value > 0)}
+    if dynamic:
+        offences.append(Offence(value.name, "input", _dynamic_reason(dynamic)))
+    return offences
+
+
+def _dynamic_reason(dynamic: Mapping[int, str]) -> str:
+    shown = ", ".join(f"{axis} ({name})" if name else str(axis) for axis, name in dynamic.items())
+    options = " ".join(f"--dimension {name}=SIZE" for name in dict.fromkeys(dynamic.values()) if name)
+    remedy = f"fix them with {options}" if all(dynamic.values()) else "export with fixed sizes"
+    return f"axes {shown} are dynamic; {remedy}"
+
+
+def _name_nodes(model: ir.Model) -> None:
+    """Call a nameless node by its result, and make names unique: errors and plans refer to nodes by name."""
+    for node in model.graph:
+        node.name = node.name or node.outputs[0].name
+    common_passes.NameFixPass()(model)
 
 
 def _inline(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -154,61 +199,8 @@ def _inline(proto: onnx.ModelProto) -> onnx.ModelProto:
     return onnx.inliner.inline_local_functions(proto) if proto.functions else proto
 
 
-def _convert(proto: onnx.ModelProto) -> onnx.ModelProto:
-    version = max(o.version for o in proto.opset_import if o.domain in _STANDARD_DOMAINS)
-    if version >= OPSET:
-        return proto
-    try:
-        return version_converter.convert_version(proto, OPSET)
-    except RuntimeError as error:
-        raise UnsupportedModelError(f"opset {version} can't be converted to {OPSET}: {error}") from error
-
-
 def _parse(proto: onnx.ModelProto) -> ir.Model:
     try:
         return ir.from_proto(proto)
     except ir.serde.SerdeError as error:
         raise UnsupportedModelError(f"not a valid ONNX model: {str(error).splitlines()[0]}") from error
-
-
-def _simplify(model: ir.Model) -> None:
-    common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    optimizer.fold_constants_ir(model)
-    common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    rewrite(model, [dropout_inference_rule, dropout_zero_rule])
-    common_passes.IdentityEliminationPass()(model)
-    common_passes.RemoveInitializersFromInputsPass()(model)
-    common_passes.RemoveUnusedNodesPass()(model)
-    common_passes.TopologicalSortPass()(model)
-    _name_nodes(model)
-
-
-def _name_nodes(model: ir.Model) -> None:
-    """Give every node and value a unique name: errors and plans refer to them."""
-    common_passes.NameFixPass()(model)
-
-
-def _make_symbolic(model: ir.Model) -> None:
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        if value.shape is not None and len(value.shape):
-            value.shape = ir.Shape([BATCH, *list(value.shape)[1:]])
-    for node in model.graph:
-        for value in node.outputs:
-            if not value.is_graph_output():
-                value.shape = None
-
-
-def _free_reshapes(model: ir.Model) -> None:
-    """Let constants that a batch of one has left in Reshape copy the batch axis; the result is verified later."""
-    for node in model.graph:
-        if node.op_type != "Reshape" or node.inputs[1] is None or node.inputs[1].const_value is None:
-            continue
-        target = node.inputs[1].const_value.numpy().copy()
-        if len(target) and target[0] == 1 and not np.any(target == 0):
-            target[0] = 0  # copies the batch axis
-            node.attributes["allowzero"] = ir.AttrInt64("allowzero", 0)
-            name = f"{node.name}.shape"
-            shape = ir.Value(name=name, shape=ir.Shape([len(target)]), type=ir.TensorType(ir.DataType.INT64))
-            shape.const_value = ir.tensor(target, name=name)
-            model.graph.initializers[name] = shape
-            node.replace_input_with(1, shape)

@@ -87,6 +87,7 @@ class Lowered:
 
 
 ON_NODE = Lowered(Placement.NODE)
+NOT_LEADING = "the batch is not the first axis of what it reads, or its shape is unknown"
 
 
 @dataclass(slots=True)
@@ -134,15 +135,43 @@ def reshape(builder: Builder, value: int, shape: Shape) -> int:
 
 def expand(builder: Builder, value: int, shape: Shape) -> int:
     """Broadcast a value."""
-    source = builder.shapes[value]
-    if source == shape:
+    if builder.shapes[value] == shape:
         return value
-    indices = np.broadcast_to(np.arange(prod(source), dtype=np.int32).reshape(source), shape)
-    return builder.add(Take((value,), builder.array(np.ascontiguousarray(indices).ravel()), shape))
+    return take(builder, value, np.broadcast_to(numbered(builder, value), shape))
 
 
-def transpose_last(builder: Builder, value: int, shape: Shape) -> int:
-    """Swap the last two axes."""
-    indices = np.arange(np.prod(shape), dtype=np.int32).reshape(shape).swapaxes(-1, -2)
-    turned = (*shape[:-2], shape[-1], shape[-2])
-    return builder.add(Take((value,), builder.array(np.ascontiguousarray(indices).ravel()), turned))
+def transpose(builder: Builder, value: int, axes: Sequence[int]) -> int:
+    """Permute the axes."""
+    if list(axes) == sorted(axes):
+        return value
+    return take(builder, value, numbered(builder, value).transpose(axes))
+
+
+def numbered(builder: Builder, value: int) -> NDArray[np.int32]:
+    """Return the numbers of a value's elements, in its shape."""
+    shape = builder.shapes[value]
+    return np.arange(prod(shape), dtype=np.int32).reshape(shape)
+
+
+def take(builder: Builder, value: int, elements: NDArray[Any]) -> int:
+    """Append an index map over one value; the result has the shape of `elements`, and -1 is zero."""
+    flat = np.ascontiguousarray(elements, np.int32).ravel()
+    return builder.add(Take((value,), builder.array(flat), tuple(elements.shape)))
+
+
+def operand(node: ir.Node, position: int) -> ir.Value:
+    """Return a required input."""
+    value = node.inputs[position]
+    assert value is not None  # as the checker has verified
+    return value
+
+
+def per_sample(array: NDArray[Any], target: Shape) -> NDArray[Any] | None:
+    """Drop the batch axis of a constant that broadcasts to (samples, *target); None if it has a value a sample."""
+    if array.ndim > len(target) + 1:
+        return None
+    if array.ndim == len(target) + 1:
+        if array.shape[0] != 1:
+            return None
+        array = array[0]
+    return array

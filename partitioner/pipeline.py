@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,14 +11,18 @@ import onnx_ir as ir
 from heinfer.errors import HeinferError
 from heinfer.plan import Plan
 from heinfer.ring import RingParameters
+from partitioner.batching import free_batch
 from partitioner.blocks import BuiltBlock, MoveToNode, build_block
 from partitioner.classification import classify
 from partitioner.emission import Draft, draft, emit
 from partitioner.folding import fold
 from partitioner.grouping import CyclicBlock, group
 from partitioner.importing import Imported, import_model
+from partitioner.normalisation import fuse_normalisations
 from partitioner.placement import place
+from partitioner.rewriting import rewrite_composites
 from partitioner.shapes import infer_shapes
+from partitioner.simplification import simplify
 from partitioner.verification import verify
 
 
@@ -43,6 +48,7 @@ def partition(
     reference: bool = True,
     parameters: RingParameters | None = None,
     batch_hints: bool = False,
+    dimensions: Mapping[str, int] | None = None,
 ) -> Partition:
     """Partition an ONNX model into a bundle.
 
@@ -52,6 +58,7 @@ def partition(
         reference: whether to keep the model in the bundle, for `evaluate`.
         parameters: ring; the default has degree 2048 and one 50-bit prime.
         batch_hints: whether to make hints for batches, 12.8 KB for every value that comes back to the node.
+        dimensions: sizes of symbolic axes other than the batch, by name: `{"sequence": 64}`.
 
     Returns:
         The plan, where it was written, and how close it is to the original in the clear.
@@ -60,14 +67,20 @@ def partition(
         UnsupportedModelError: the model can't be partitioned; lists every offending node.
         PlanError: `output` holds something else, or can't be written.
     """
-    imported, result, difference = partition_in_memory(Path(model), parameters or RingParameters.default())
+    imported, result, difference = partition_in_memory(Path(model), parameters or RingParameters.default(), dimensions)
     plan = emit(result, imported.content, Path(output), reference, batch_hints)
     return Partition(plan, Path(output), difference)
 
 
-def partition_in_memory(model: Path, parameters: RingParameters) -> tuple[Imported, Draft, float]:
+def partition_in_memory(
+    model: Path, parameters: RingParameters, dimensions: Mapping[str, int] | None = None
+) -> tuple[Imported, Draft, float]:
     """Run all passes but the last, which writes."""
-    imported = import_model(model)
+    imported = import_model(model, dimensions)
+    fuse_normalisations(imported.model)
+    rewrite_composites(imported.model)
+    simplify(imported.model)
+    free_batch(imported.model)
     fold(imported.model)
     shapes = infer_shapes(imported.model)
     lowered = classify(imported.model, shapes)

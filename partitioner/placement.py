@@ -65,7 +65,7 @@ def place(
     for node in model.graph:
         kind = Placement.NODE if node in on_node else lowered[node].placement
         if kind is not Placement.WEIGHTED:
-            _add_operator(graph, index[node], kind)
+            _add_operator(graph, index[node], kind, any(value.is_graph_output() for value in node.outputs))
     for value in _values(model):
         shape = shapes.get(str(value.name))
         if shape is not None:
@@ -88,12 +88,12 @@ def _variable(node: int, name: str) -> _Vertex:
     return ("operator", node, name)
 
 
-def _add_operator(graph: nx.DiGraph[Any], node: int, kind: Placement) -> None:
+def _add_operator(graph: nx.DiGraph[Any], node: int, kind: Placement, makes_result: bool) -> None:
     after, before = _variable(node, "node"), _variable(node, "before")
     graph.add_edge(after, before)  # never 0 and 1: in front of weights implies at or after the node
     if kind is Placement.NODE:
         graph.add_edge(after, _SINK)
-    if kind is Placement.MOVEMENT:
+    if kind is Placement.MOVEMENT and not makes_result:
         graph.add_edge(_SOURCE, before, capacity=1)
     else:
         graph.add_edge(_SOURCE, before)
@@ -124,8 +124,6 @@ def _add_value(
             graph.add_edge(read, made)  # nothing flows backwards
     if value.is_graph_output():  # a result is on the node
         graph.add_edge(("node", id(value), "charge"), _SINK)
-        if producer is not None and lowered[producer].placement is not Placement.WEIGHTED:
-            graph.add_edge(_SOURCE, _variable(index[producer], "before"))
 
 
 def _values(model: ir.Model) -> Iterator[ir.Value]:

@@ -4,7 +4,8 @@
     ensures   for every float32 value that onnx's inference can follow: its shape per sample, if the batch leads it
 
 onnx infers shapes at batch 2 and at batch 3; an axis that changes is the batch axis. A value that has it anywhere but
-in front, or whose shape stays unknown, has no shape per sample and can't cross to the server.
+in front, or whose shape stays unknown, has no shape per sample and can't cross to the server. Inference sees types and
+shapes of weights and not their values, so that it costs the same whatever their size.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from onnx import shape_inference
 from heinfer.errors import UnsupportedModelError
 
 Shape = tuple[int, ...]
+
+#: Constants of at most this many elements keep their values in inference: targets of Reshape, axes, pads.
+DATA_LIMIT = 1024
+#: Operators that keep a shape, and that onnx defines as functions and has no inference for.
+SAME_SHAPE = ("GroupNormalization", "MeanVarianceNormalization")
 
 
 def infer_shapes(model: ir.Model) -> dict[str, Shape]:
@@ -35,21 +41,75 @@ def infer_shapes(model: ir.Model) -> dict[str, Shape]:
     return found
 
 
+def infer_types(model: ir.Model) -> dict[str, int]:
+    """Return the element type (an onnx.TensorProto.DataType) of every value that onnx's inference can follow."""
+    graph = shape_inference.infer_shapes(_without_weights(model, 1)).graph
+    return {v.name: v.type.tensor_type.elem_type for v in (*graph.input, *graph.value_info, *graph.output)}
+
+
 def _at_batch(model: ir.Model, samples: int) -> dict[str, Shape]:
-    proto = ir.to_proto(model)
-    for value in (*proto.graph.input, *proto.graph.output):
-        dims = value.type.tensor_type.shape.dim
-        if dims:
-            dims[0].ClearField("dim_param")
-            dims[0].dim_value = samples
-    del proto.graph.value_info[:]
-    for value in proto.graph.output:  # inferred anew, not trusted
-        value.type.tensor_type.ClearField("shape")
+    proto = _without_weights(model, samples)
     try:
         inferred = shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
     except shape_inference.InferenceError as error:
         raise UnsupportedModelError(f"shapes don't fit together: {str(error).strip().splitlines()[0]}") from error
     return dict(_known(inferred))
+
+
+def _without_weights(model: ir.Model, samples: int) -> onnx.ModelProto:
+    """Serialise a model for inference: a batch of `samples`, large constants as inputs of their type and shape."""
+    proto = onnx.ModelProto(ir_version=model.ir_version)
+    proto.opset_import.extend(onnx.helper.make_opsetid(domain, v) for domain, v in model.opset_imports.items())
+    graph = proto.graph
+    graph.name = "shapes"
+    graph.node.extend(map(inferable_node, model.graph))
+    for value in model.graph.inputs:
+        described = ir.serde.serialize_value(value)
+        if described.type.tensor_type.shape.dim:
+            described.type.tensor_type.shape.dim[0].dim_value = samples
+        graph.input.append(described)
+    for value in model.graph.outputs:  # inferred anew, not trusted
+        graph.output.add(name=str(value.name)).type.CopyFrom(serialized_type(value, None))
+    for name, value in model.graph.initializers.items():
+        data = small_constant(value)
+        if data is not None:
+            graph.initializer.append(data)
+        else:
+            graph.input.add(name=name).type.CopyFrom(serialized_type(value, constant_shape(value)))
+    return proto
+
+
+def inferable_node(node: ir.Node) -> onnx.NodeProto:
+    """Serialise a node for inference; Identity stands for the operators of `SAME_SHAPE`."""
+    proto = ir.serde.serialize_node(node)
+    if node.op_type in SAME_SHAPE:
+        return onnx.helper.make_node("Identity", proto.input[:1], proto.output)
+    return proto
+
+
+def serialized_type(value: ir.Value, shape: Shape | None) -> onnx.TypeProto:
+    """Return a value's type with a shape of our choice, None for an unknown one."""
+    if value.type is None:
+        return onnx.TypeProto()
+    proto = ir.serde.serialize_type(value.type)
+    if shape is not None:
+        ir.serde.serialize_shape_into(proto, ir.Shape(shape))
+    return proto
+
+
+def constant_shape(value: ir.Value) -> Shape | None:
+    """Return the shape of a constant value, None for anything else."""
+    return None if value.const_value is None else tuple(value.const_value.shape.numpy())
+
+
+def small_constant(value: ir.Value) -> onnx.TensorProto | None:
+    """Serialise a constant that inference may have to read, None for a large one and for anything else."""
+    tensor = value.const_value
+    if tensor is None or tensor.size > DATA_LIMIT:
+        return None
+    proto = ir.serde.serialize_tensor(tensor)
+    proto.name = str(value.name)
+    return proto
 
 
 def _known(proto: onnx.ModelProto) -> Mapping[str, Shape]:

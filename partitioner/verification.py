@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from heinfer.errors import PlanError, UnsupportedModelError
 from heinfer.plan import Plan
-from heinfer.plan.execution import PlanRunner, Tensors, open_session, plain_rounds
+from heinfer.plan.execution import PlanRunner, Tensors, open_original, plain_rounds
 from partitioner.emission import Draft
 
 SAMPLES = 3
@@ -30,7 +30,7 @@ def verify(result: Draft, content: bytes) -> float:
     """
     inputs = _random_inputs(result.plan)
     try:
-        original = open_session(content)
+        original = open_original(content)
         names = [o.name for o in original.get_outputs()]
         expected = [
             np.concatenate(parts)

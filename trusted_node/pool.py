@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 LIFETIME_S: Final = 240.0
 #: Seconds without a query before refilling begins: queries in a row take from the pool and are not disturbed.
 IDLE_S: Final = 0.01
+#: Entries that a pool keeps where nobody says how many, and bytes that these may take: large models have fewer.
+_ENTRIES, _ENTRY_BYTES = 16, 2 * 2**30
 _CHECK_S: Final = 5.0
 
 
@@ -55,13 +57,13 @@ class PreparedPool:
 
     Args:
         preparer: makes entries.
-        size: entries to keep ready.
+        size: entries to keep ready; None: 16, or as many as 2 GiB hold where entries are large, one at least.
         lifetime_s: seconds after which an entry is thrown away.
     """
 
-    def __init__(self, preparer: Preparer, size: int, lifetime_s: float = LIFETIME_S) -> None:
+    def __init__(self, preparer: Preparer, size: int | None, lifetime_s: float = LIFETIME_S) -> None:
         self.preparer = preparer
-        self.size = size
+        self.size = max(1, min(_ENTRIES, _ENTRY_BYTES // max(1, preparer.query_bytes))) if size is None else size
         self._lifetime_s = lifetime_s
         self._ready: deque[PreparedQuery] = deque()
         self._changed = threading.Condition()

@@ -55,9 +55,11 @@ def _reference_of(model: Path, plan: Plan) -> Reference:
         PlanError: it is another model.
     """
     from heinfer.errors import PlanError
+    from partitioner.importing import given_dimensions
     from partitioner.pipeline import partition_in_memory
 
-    imported, draft, _ = partition_in_memory(model, plan.ring.parameters)
+    dimensions = given_dimensions(model, {t.name: t.shape for t in plan.inputs})
+    imported, draft, _ = partition_in_memory(model, plan.ring.parameters, dimensions)
     if imported.sha256 != plan.model.sha256 or draft.plan.blocks != plan.blocks:
         raise PlanError(
             f"{model} is not the model of this bundle ({plan.model.name}, sha256 {plan.model.sha256[:16]}...)"

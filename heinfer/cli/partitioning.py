@@ -37,6 +37,12 @@ def partition_command(
         bool,
         typer.Option("--batch-hints", help="Add hints for batches of up to N samples: large, and fast for thousands."),
     ] = False,
+    dimensions: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dimension", metavar="NAME=SIZE", help="Fix a symbolic axis other than the batch, such as sequence=64."
+        ),
+    ] = None,
     rotate: Annotated[
         Path | None,
         typer.Option(
@@ -56,13 +62,28 @@ def partition_command(
     from partitioner import partition
 
     parameters = RingParameters.default(DEGREES[security])
-    result = partition(model, output, reference=reference, parameters=parameters, batch_hints=batch_hints)
+    result = partition(
+        model,
+        output,
+        reference=reference,
+        parameters=parameters,
+        batch_hints=batch_hints,
+        dimensions=dict(map(_dimension, dimensions or [])),
+    )
     show_steps(result.plan)
     out.print(
         f"\nIn the clear, the parts give what the model gives: largest relative difference {result.difference:.1e}"
     )
     out.print(f"Wrote {output}: server/ for the untrusted server, node/ for the trusted node")
     write_json(json, {"difference": result.difference, **describe(result.plan)})
+
+
+def _dimension(option: str) -> tuple[str, int]:
+    """Read NAME=SIZE."""
+    name, _, size = option.rpartition("=")
+    if not name or not size.isascii() or not size.isdecimal():
+        raise typer.BadParameter(f"--dimension: expected NAME=SIZE, such as sequence=64, found {option!r}")
+    return name, int(size)
 
 
 def _rotate(bundle: Path) -> None:

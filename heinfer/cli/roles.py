@@ -75,8 +75,11 @@ def node_command(
     ] = None,
     mode: ModeOption = "auto",
     prepared: Annotated[
-        int, typer.Option("--prepared", min=0, max=4096, help="Queries to keep prepared, between queries.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            "--prepared", min=0, max=4096, help="Queries to keep prepared, between queries; 16, or what 2 GiB hold."
+        ),
+    ] = None,
     allow_trace: Annotated[
         bool, typer.Option("--allow-trace", help="Let clients ask for values inside the model, for reports.")
     ] = False,

@@ -24,7 +24,7 @@ from heinfer.client.local import LocalModel, local, peak_memory_bytes
 from heinfer.client.report import BlockReport, Disagreement, Report
 from heinfer.errors import InputError
 from heinfer.plan import Plan, Reference, load_node, load_reference, load_server, read_bundle_plan
-from heinfer.plan.execution import open_session
+from heinfer.plan.execution import open_original
 from heinfer.processes import core_count
 from trusted_node.simulation import estimate_error
 
@@ -191,7 +191,7 @@ def _measure_latency(model: LocalModel, x: NDArray[Any], tell: Progress) -> _Lat
 
 def run_reference(content: bytes, x: NDArray[Any], advance: Callable[[int], None]) -> NDArray[Any]:
     """Run the original model under onnxruntime, one sample at a time where its batch is fixed at 1."""
-    session = open_session(content, core_count())
+    session = open_original(content, core_count())
     source = session.get_inputs()[0]
     step = 1 if isinstance(source.shape[0], int) else 256
     name = session.get_outputs()[0].name

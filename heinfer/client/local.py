@@ -107,7 +107,7 @@ class LocalModel(RemoteModel):
 
 @contextmanager
 def local(
-    bundle: str | Path, *, allow_trace: bool = False, mode: str = "auto", prepared: int = 16
+    bundle: str | Path, *, allow_trace: bool = False, mode: str = "auto", prepared: int | None = None
 ) -> Iterator[LocalModel]:
     """Start an untrusted server and a trusted node on this machine, and connect to the node.
 
@@ -115,7 +115,7 @@ def local(
         bundle: folder written by `partition`.
         allow_trace: let the node return values inside the model.
         mode: "auto", "standard" or "prepared".
-        prepared: queries that the node keeps prepared.
+        prepared: queries that the node keeps prepared; None: 16, or as many as 2 GiB hold.
 
     Raises:
         PlanError: the bundle is incomplete.
@@ -128,7 +128,9 @@ def local(
     node: Role | None = None
     try:
         address = server.wait_ready()
-        options = ["--mode", mode, "--prepared", str(prepared), *(["--allow-trace"] if allow_trace else [])]
+        options = ["--mode", mode, *(["--allow-trace"] if allow_trace else [])]
+        if prepared is not None:
+            options += ["--prepared", str(prepared)]
         node = Role("node", ["node", str(folder / "node"), "--server", address, *options])
         with LocalModel(node.wait_ready(), (server, node), 0.0) as model:
             model.start_s = time.perf_counter() - started

@@ -1,7 +1,8 @@
 """What a program's integer matrix looks like row by row, without ever forming the matrix.
 
 Scales and norms travel through the steps as tensors of the values' shapes. For a 5x5 convolution of one channel with
-all weights at the limit, every row has l1 = 25 * 32767, l2 = 5 * 32767, 25 paths; at a padded border there are fewer.
+all weights at the limit, every row has l1 = 25 * 32767, l2 = 5 * 32767, 25 paths. At a padded border there are fewer
+paths, but the same norms: in prepared mode padding in front of the weights is uploaded, and carries noise.
 """
 
 from __future__ import annotations
@@ -51,13 +52,15 @@ class _Rows:
     @property
     def distinct(self) -> bool:
         """Whether no input is there twice."""
-        used = self.origin[self.origin >= 0] if self.origin is not None else np.empty(0)
-        return self.origin is not None and len(np.unique(used)) == len(used)
+        if self.origin is None:
+            return False
+        used = self.origin[self.origin >= 0].astype(np.int64)
+        return int(np.bincount(used).max(initial=0)) <= 1
 
     @property
     def live(self) -> NDArray[np.bool_]:
         """Elements that depend on the input, even by weights that round to 0; the others are 0 at any scale."""
-        return (self.l1 > 0) | (self.paths > 0)
+        return self.paths > 0 if self.origin is None else self.origin >= 0
 
 
 def analyse(
@@ -128,16 +131,31 @@ def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], used
 
     def apply(array: Floats, x: Floats) -> Floats:
         local = replace(step, source=0)
+        if isinstance(local, Conv) and x.shape[1] > 1 and np.array_equal(x, np.broadcast_to(x[:, :1], x.shape)):
+            # Channels that are alike, as those of an input are, can be one: a large layer takes little longer.
+            local, array, x = replace(local, group=1), array.sum(axis=1, keepdims=True), x[:, :1]
         return evaluate_step(local, {step.weights: array}, [x])
 
-    l1 = apply(absolute, rows.l1)
-    distinct = rows.distinct
-    l2 = np.sqrt(apply(absolute**2, rows.l2**2)) if distinct else l1
+    uploaded, distinct = rows.origin is not None, rows.distinct
+    l1 = _row_sums(step, absolute) if uploaded else apply(absolute, rows.l1)
+    l2 = np.sqrt(_row_sums(step, absolute**2)) if distinct else l1
     paths = apply(used, rows.live.astype(np.float64))
     shaped = scale.reshape(-1, 1, 1) if isinstance(step, Conv) else scale
     # Copies of one input may meet several of a row's weights, at worst all.
     multiplicity = np.ones_like(l1) if distinct else paths
     return _Rows(np.broadcast_to(shaped, step.shape)[None].copy(), l1, l2, paths, multiplicity)
+
+
+def _row_sums(step: Conv | MatMul | Scale, weights: Floats) -> Floats:
+    """Return the sum of a row's weights, those that meet padding among them; shape (1, *step.shape)."""
+    match step:
+        case Conv():
+            sums = weights.sum(axis=(1, 2, 3)).reshape(-1, 1, 1)
+        case MatMul():
+            sums = weights.sum(axis=0)
+        case Scale():
+            sums = weights
+    return np.broadcast_to(sums, step.shape)[None].copy()
 
 
 def _move(step: Take, sources: Sequence[_Rows], indices: NDArray[np.int32] | None) -> _Rows:

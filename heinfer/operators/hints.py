@@ -2,7 +2,8 @@
 
     POLYNOMIAL   h_o = sum over channels c and kernel offsets k of w[o, c, k] * X^-(place of c and k) * (a that c is in)
                  (h_o s) at coefficient p is output o at the position whose window starts at p
-    DENSE        H = W A, A[i] the row of the negacyclic matrix of a that gives a s at the position of input i
+    DENSE        H = W A, A[i] the row of the negacyclic matrix of a that gives a s at the position of input i: row o of
+                 H is the polynomial w_o(X) a(1/X)
                  (H s)[o] is output o
     ELEMENTWISE  the weights
 
@@ -13,7 +14,6 @@ Source: design note "Encrypted linear algebra", Prepared mode.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 from typing import Any, Final
 
@@ -21,13 +21,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.operators.prepared import Hint, HintKind, PreparedForm, hint_names
-from heinfer.operators.program import Program
-from heinfer.operators.residues import ResidueProgram
 from heinfer.operators.steps import Conv, MatMul, Step
-from heinfer.ring import ModularMatrix, RingParameters
+from heinfer.ring import (
+    LANES,
+    ModularMatrix,
+    RingParameters,
+    Transform,
+    forward_group,
+    from_lanes,
+    inverse_group,
+    kernel,
+    multiply_mod,
+    run_tiles,
+    scratch_array,
+)
 
 Residues = NDArray[np.int64]
-#: Residues of shifted polynomials, or of rows of a negacyclic matrix, that are in memory at a time (32 MB).
+Floats = NDArray[np.float64]
+#: Residues of shifted polynomials that are in memory at a time (32 MB).
 _PIECE: Final = 1 << 22
 
 
@@ -57,7 +68,7 @@ def _make(
         case HintKind.ELEMENTWISE:
             return weights.astype(np.int16).ravel()
         case HintKind.DENSE:
-            return _dense(form, hint, step, arrays, public, parameters)
+            return _dense(form, hint, step, weights, public, parameters)
         case HintKind.POLYNOMIAL:
             return _polynomials(hint, step, weights, public, parameters)
 
@@ -75,6 +86,7 @@ def _polynomials(
     outputs, channels, down, across = weights.shape
     per_group = outputs // group
     made = np.empty((outputs, parameters.degree), np.int64)
+    doubled = np.concatenate([public, (parameters.modulus - public) % parameters.modulus], axis=1)
     offsets = (np.arange(down)[:, None] * dilations[0] * hint.width + np.arange(across) * dilations[1]).ravel()
     for g in range(group):
         channel = g * channels + np.arange(channels)
@@ -82,66 +94,111 @@ def _polynomials(
         shift = (channel % hint.planes * hint.plane)[:, None] + offsets
         matrix = ModularMatrix(weights[g * per_group : (g + 1) * per_group].reshape(per_group, -1), parameters)
         rows = np.repeat(ciphertext, len(offsets))
-        _multiply_shifted(matrix, public, rows, shift.ravel(), made[g * per_group : (g + 1) * per_group])
+        _multiply_shifted(matrix, doubled, rows, shift.ravel(), made[g * per_group : (g + 1) * per_group])
     return made
 
 
 def _multiply_shifted(
-    matrix: ModularMatrix, public: Residues, rows: NDArray[np.int64], shift: NDArray[np.int64], out: Residues
+    matrix: ModularMatrix, doubled: Residues, rows: NDArray[np.int64], shift: NDArray[np.int64], out: Residues
 ) -> None:
-    """Multiply a matrix with the polynomials X^-shift * public[row], some coefficients at a time."""
-    degree, modulus = public.shape[1], matrix.parameters.modulus
-    doubled = np.concatenate([public, (modulus - public) % modulus], axis=1)  # coefficient N + j of X^-shift a is -a_j
+    """Multiply a matrix with the polynomials X^-shift * a of some rows, some coefficients at a time.
+
+    Args:
+        matrix: shape (outputs, shifted polynomials).
+        doubled: a and -a, shape (ciphertexts, 2 N): coefficient N + j of X^-shift a is -a_j.
+        rows: the ciphertext of every shifted polynomial.
+        shift: its shift.
+        out: shape (outputs, N).
+    """
+    degree = out.shape[1]
     width = max(8, min(degree, _PIECE // max(1, len(rows))))
     for start in range(0, degree, width):
-        columns = shift[:, None] + np.arange(start, min(start + width, degree))
-        piece = np.ascontiguousarray(out[:, start : start + columns.shape[1]])
-        out[:, start : start + columns.shape[1]] = matrix.multiply(doubled[rows[:, None], columns], out=piece)
+        shifted = np.empty((len(rows), min(width, degree - start)), np.int64)
+        _copy_shifted(doubled, rows, shift + start, shifted)
+        matrix.multiply(shifted, out=out[:, start : start + shifted.shape[1]])
+
+
+@kernel
+def _copy_shifted(doubled: Residues, rows: NDArray[np.int64], first: NDArray[np.int64], out: Residues) -> None:
+    """Write out[i] = doubled[rows[i], first[i]:...]."""
+    for i in range(out.shape[0]):
+        out[i] = doubled[rows[i], first[i] : first[i] + out.shape[1]]
 
 
 def _dense(
-    form: PreparedForm,
-    hint: Hint,
-    step: Step,
-    arrays: Mapping[str, NDArray[Any]],
-    public: Residues,
-    parameters: RingParameters,
+    form: PreparedForm, hint: Hint, step: Step, weights: NDArray[Any], public: Residues, parameters: RingParameters
 ) -> Residues:
-    """Return the step applied to every column of the negacyclic matrices of its input's polynomials."""
+    """Return w_o(X) a(1/X) for every output o, where w_o has the weights of o at the positions of their inputs.
+
+    (a s) at position p is the sum over j of s_j times coefficient j of X^p a(1/X); so coefficient j of the product is
+    what s_j adds to output o.
+    """
     assert isinstance(step, Conv | MatMul)  # the only two steps with dense hints
-    sizes = [prod(shape) for shape in form.program.inputs]
-    first = sum(sizes[: step.source])
-    positions = form.positions[first : first + sizes[step.source]]
-    alone = Program((form.program.inputs[step.source],), (replace(step, source=0),), (1,))
-    program = ResidueProgram(alone, arrays, parameters)
-    degree = parameters.degree
-    made = np.empty((hint.rows, degree), np.int64)
-    width = max(8, min(degree, _PIECE // max(1, len(positions))))
-    for start in range(0, degree, width):
-        columns = np.arange(start, min(start + width, degree))
-        values = negacyclic_columns(public, positions, columns, parameters.modulus)
-        (result,) = program.evaluate([values.reshape(len(columns), *alone.inputs[0])])
-        made[:, columns] = result.reshape(len(columns), -1).T
+    shape = form.program.inputs[step.source]
+    first = sum(map(prod, form.program.inputs[: step.source]))
+    positions = form.positions[first : first + prod(shape)].reshape(shape)
+    group = 1
+    if isinstance(step, Conv):  # of one window, which is all of the input but for what dilations skip
+        group = step.group
+        positions = positions[:, :: step.window.dilations[0], :: step.window.dilations[1]]
+    else:
+        weights = weights.T
+    transform = Transform.of(parameters)
+    mirrored = np.concatenate([public[:, :1], (parameters.modulus - public[:, :0:-1]) % parameters.modulus], axis=1)
+    evaluations = _side_by_side(transform.forward(mirrored), len(public), transform.modulus)
+    made = np.empty((hint.rows, parameters.degree), np.int64)
+    for part, matrix, out in zip(
+        positions.reshape(group, -1), np.split(weights, group), np.split(made, group), strict=True
+    ):
+        _multiply_placed(matrix.reshape(len(matrix), -1), part, evaluations, transform, out)
     return made
 
 
-def negacyclic_columns(
-    public: Residues, positions: NDArray[np.int64], columns: NDArray[np.int64], modulus: int
-) -> Residues:
-    """Return entries of the negacyclic matrices: (a s)[position] is the sum over columns j of entry[j, position] * s_j.
+def _side_by_side(evaluations: Floats, count: int, modulus: float) -> Floats:
+    """Bring evaluations, shape (groups, N, LANES), into [0, q) and the shape (count, N)."""
+    rows = evaluations.transpose(0, 2, 1).reshape(-1, evaluations.shape[1])[:count]
+    return np.where(rows < 0, rows + modulus, rows)
+
+
+def _multiply_placed(
+    matrix: NDArray[Any], positions: NDArray[np.int64], evaluations: Floats, transform: Transform, out: Residues
+) -> None:
+    """Multiply the rows of a matrix, as polynomials over some ciphertexts, with one polynomial a ciphertext.
 
     Args:
-        public: polynomials a, shape (ciphertexts, N).
-        positions: ciphertext * N + coefficient, shape (values,).
-        columns: j, shape (columns,).
-        modulus: q.
-
-    Returns:
-        int64 in [0, q), shape (columns, values).
+        matrix: integer weights, shape (outputs, inputs).
+        positions: ciphertext * N + coefficient of every input, shape (inputs,).
+        evaluations: in [0, q), shape (ciphertexts, N).
+        transform: of the ring.
+        out: sums over the ciphertexts, shape (outputs, N).
     """
-    degree = public.shape[1]
-    ciphertext, coefficient = positions // degree, positions % degree
-    index = coefficient[None] - columns[:, None]
-    entries = public[ciphertext[None], index % degree]
-    signed: Residues = np.where(index >= 0, entries, (modulus - entries) % modulus)
-    return signed
+    degree, modulus, inverse = transform.parameters.degree, transform.modulus, transform.modulus_inverse
+    ciphertexts, coefficients = np.divmod(positions, degree)
+    used = [(c, np.flatnonzero(ciphertexts == c)) for c in np.unique(ciphertexts)]
+
+    def run(first: int) -> None:
+        rows = matrix[first : first + LANES]
+        placed, sums = (scratch_array(name, degree, LANES) for name in ("placed", "sums"))
+        sums[...] = 0
+        for ciphertext, inputs in used:
+            placed[...] = 0
+            placed[coefficients[inputs], : len(rows)] = rows[:, inputs].T
+            forward_group(placed, transform.roots, modulus, inverse)
+            _add_products(placed, evaluations[ciphertext], modulus, inverse, sums)
+        inverse_group(sums, transform.inverse_roots, transform.degree_inverse, modulus, inverse)
+        from_lanes(sums, 0, out[first : first + LANES], modulus)
+
+    run_tiles(run, range(0, len(matrix), LANES))
+
+
+@kernel
+def _add_products(x: Floats, y: Floats, modulus: float, inverse: float, sums: Floats) -> None:
+    """Add x * y, x of shape (N, LANES) and centred, y of shape (N,) in [0, q).
+
+    `multiply_mod` returns at most q for |x| < q / 2, so sums within (q + 1) / 2 stay below 2q, and a rounded quotient
+    brings them back (`heinfer.ring.transform`).
+    """
+    for k in range(x.shape[0]):
+        for lane in range(x.shape[1]):
+            value = sums[k, lane] + multiply_mod(x[k, lane], y[k], modulus, inverse)
+            sums[k, lane] = value - np.rint(value * inverse) * modulus

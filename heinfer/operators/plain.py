@@ -70,13 +70,13 @@ def take(sources: Sequence[Floats], indices: NDArray[np.int32] | None, step: Tak
 
 def convolve(x: Floats, weights: Floats, step: Conv) -> Floats:
     """Return the convolution of x, shape (samples, C, H, W)."""
-    samples, channels = x.shape[:2]
-    patches = windows(x, step.window).reshape(
-        samples, step.group, channels // step.group * prod(step.window.kernel), prod(step.window.output)
-    )
     matrices = weights.reshape(step.group, weights.shape[0] // step.group, -1)
-    result: Floats = np.matmul(matrices[None], patches)
-    return result.reshape(samples, *step.shape)
+    positions = prod(step.window.output)
+    result = np.empty((len(x), *matrices.shape[:2], positions))
+    for sample in range(len(x)):  # the patches of a large plane fill gigabytes
+        patches = windows(x[sample : sample + 1], step.window).reshape(step.group, matrices.shape[2], positions)
+        np.matmul(matrices, patches, out=result[sample])
+    return result.reshape(len(x), *step.shape)
 
 
 def windows(x: Floats, window: Window) -> Floats:

@@ -17,9 +17,9 @@ from pydantic.dataclasses import dataclass
 
 Shape = tuple[Annotated[int, Field(ge=0)], ...]
 #: Largest extent of a window that makes sense; keeps the kernels' indices within 64 bits.
-_EXTENT = 1 << 20
-_Length = Annotated[int, Field(ge=1, le=_EXTENT)]
-_Pad = Annotated[int, Field(ge=-_EXTENT, le=_EXTENT)]
+LARGEST_EXTENT = 1 << 20
+_Length = Annotated[int, Field(ge=1, le=LARGEST_EXTENT)]
+_Pad = Annotated[int, Field(ge=-LARGEST_EXTENT, le=LARGEST_EXTENT)]
 Pair = tuple[_Length, _Length]
 Pads = tuple[_Pad, _Pad, _Pad, _Pad]
 

@@ -21,8 +21,29 @@ Tensors = Mapping[str, NDArray[Any]]
 RunRound = Callable[[RoundStep, Tensors], Tensors]
 
 
-def open_session(model: bytes | str, threads: int = 1) -> onnxruntime.InferenceSession:
+#: Names in a serialised model that tell of quantised operators.
+_QUANTISED = (b"QuantizeLinear", b"QLinear", b"ConvInteger", b"MatMulInteger")
+
+
+def open_original(content: bytes, threads: int = 1) -> onnxruntime.InferenceSession:
+    """Open a model as it came, to compare with.
+
+    A quantised model runs operator by operator, as ONNX defines them: what onnxruntime makes of several at once rounds
+    some values to the next level, and saturates sums of products at 16 bits on processors without VNNI.
+
+    Raises:
+        PlanError: onnxruntime refuses the model.
+    """
+    return open_session(content, threads, fuse=not any(name in content for name in _QUANTISED))
+
+
+def open_session(model: bytes | str, threads: int = 1, *, fuse: bool = True) -> onnxruntime.InferenceSession:
     """Open an onnxruntime session whose threads do not spin.
+
+    Args:
+        model: serialised, or a path.
+        threads: for one operator.
+        fuse: whether onnxruntime may replace operators by others.
 
     Raises:
         PlanError: onnxruntime refuses the model.
@@ -30,6 +51,8 @@ def open_session(model: bytes | str, threads: int = 1) -> onnxruntime.InferenceS
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
+    if not fuse:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4  # its errors quote data; they reach us as exceptions all the same
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")

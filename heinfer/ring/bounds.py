@@ -35,8 +35,8 @@ class RowNorms:
 
     Attributes:
         scale: s_w, integers per unit of output and per unit of s_x; may be negative, never 0.
-        l1: ||W_int,j||_1.
-        l2: ||W_int,j||_2, or an upper bound of it.
+        l1: ||W_int,j||_1, weights that meet padding included: padding is uploaded in prepared mode, and carries noise.
+        l2: ||W_int,j||_2 likewise, or an upper bound of it.
         paths: weights that reach the output.
         multiplicity: how many of these weights may multiply the same input.
     """

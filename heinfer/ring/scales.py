@@ -47,12 +47,12 @@ def input_scale(peak: NDArray[np.float64], row_sum: int, parameters: RingParamet
         parameters: ring.
 
     Returns:
-        Scales > 0 of the same shape; 1 where the peak or the row sum is 0.
+        Scales > 0 of the same shape; 1 where the row sum is 0.
     """
     peak = np.asarray(peak, np.float64)
     if row_sum == 0:
         return np.ones_like(peak)
     room = (parameters.modulus / 2 - (NOISE_LIMIT + 0.5) * row_sum - 2) / row_sum
-    # Peaks far below float32's smallest number would ask for an infinite scale; they are as good as zero.
-    usable = peak > room / np.finfo(np.float64).max
-    return np.where(usable, room / np.where(usable, peak, 1.0), 1.0)
+    # Zeros fit at any scale. That of float32's smallest number is finite and makes their noise vanish; at a scale of 1
+    # it would be about 10 times the weights.
+    return room / np.maximum(peak, float(np.finfo(np.float32).smallest_subnormal))

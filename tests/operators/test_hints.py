@@ -106,12 +106,11 @@ def test_hints_of_random_matmuls_times_secret_equal_the_step(
     check_hints(*one_matmul((*tokens, inputs), outputs), seed)
 
 
-@pytest.mark.parametrize("kind", ["conv", "tokens", "vector"])
+@pytest.mark.parametrize("kind", ["conv", "tokens"])
 def test_hints_made_in_many_pieces_equal_those_made_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, arrays = {
         "conv": lambda: one_conv((4, 6, 6), 4, sliding(6, 6, (3, 3), pads=(1, 1, 1, 1)), 2),
         "tokens": lambda: one_matmul((5, 7), 3),
-        "vector": lambda: one_matmul((7,), 3),
     }[kind]()
     form, parameters = cut(program, arrays), RingParameters.default()
     public = np.random.default_rng(0).integers(0, parameters.modulus, (form.ciphertexts, form.degree))
@@ -140,12 +139,15 @@ def test_hints_of_extreme_weights_and_residues_are_exact(kind: str, residue: str
     np.testing.assert_array_equal(correct(form.hints[0], made, secret, inputs[0], q), want)
 
 
-def test_negacyclic_columns_are_the_matrix_of_the_product() -> None:
-    q, degree = 97, 8
-    generator = np.random.default_rng(0)
-    public, secret = generator.integers(0, q, (2, degree)), generator.integers(-1, 2, degree)
-    matrix = hints.negacyclic_columns(public, np.arange(2 * degree), np.arange(degree), q)
-    assert matrix.min() >= 0
-    assert matrix.max() < q
-    want = np.concatenate([negacyclic_product(a, secret, q) for a in public])
-    np.testing.assert_array_equal(secret @ matrix % q, want)
+@pytest.mark.parametrize("outputs", [1, 8, 13])
+@pytest.mark.parametrize("kind", ["vector", "one window", "one window in groups"])
+def test_dense_hints_over_several_ciphertexts_times_secret_equal_the_step(kind: str, outputs: int) -> None:
+    program, arrays = {
+        "vector": lambda: one_matmul((5000,), outputs),
+        "one window": lambda: one_conv((30, 9, 9), outputs, sliding(9, 9, (5, 5), dilations=(2, 2))),
+        "one window in groups": lambda: one_conv((52, 9, 9), 2 * outputs, sliding(9, 9, (9, 9)), 2),
+    }[kind]()
+    form = cut(program, arrays)
+    assert [hint.kind for hint in form.hints] == [HintKind.DENSE]
+    assert form.ciphertexts > 1
+    check_hints(program, arrays)

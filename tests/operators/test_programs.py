@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -143,22 +145,40 @@ def test_evaluate_plain_on_small_integers_equals_python_integers(drawn: tuple[Pr
         np.testing.assert_array_equal(got, want.astype(np.float64))
 
 
+def explicit(program: Program, arrays: Arrays) -> list[np.ndarray]:
+    """Return the matrix of every output: one row an element of the input, then the output's shape."""
+    size = int(np.prod(program.inputs[0]))
+    unit = np.eye(size, dtype=np.int64).reshape(size, *program.inputs[0])
+    return [columns.astype(np.float64) for columns in exact(program, arrays, [unit])]
+
+
+def padding_as_input(program: Program) -> Program:
+    """Return the program on inputs that hold the padding of its first step, as prepared mode uploads them."""
+    step, ((channels, height, width),) = program.steps[0], program.inputs
+    if not isinstance(step, Conv):
+        return program
+    top, left, bottom, right = (max(0, pad) for pad in step.window.pads)
+    cropped = tuple(min(0, pad) for pad in step.window.pads)
+    moved = replace(step, window=replace(step.window, pads=cropped))
+    return Program(
+        ((channels, top + height + bottom, left + width + right),), (moved, *program.steps[1:]), program.outputs
+    )
+
+
 @given(programs())
 def test_analyse_equals_the_norms_of_the_explicit_matrix(drawn: tuple[Program, Arrays]) -> None:
     program, arrays = drawn
-    size = int(np.prod(program.inputs[0]))
-    unit = np.eye(size, dtype=np.int64).reshape(size, *program.inputs[0])
     step = program.steps[0]
     rows = len(arrays["w"]) if isinstance(step, Conv) else arrays["w"].shape[-1]
     scales = {"w": np.ones_like(arrays["w"], float) if isinstance(step, Scale) else np.ones(rows)}
-    for norms, columns in zip(analyse(program, arrays, scales, {}), exact(program, arrays, [unit]), strict=True):
-        matrix = columns.astype(np.float64)
+    found = analyse(program, arrays, scales, {})
+    uploaded = explicit(padding_as_input(program), arrays)
+    for norms, matrix, with_padding in zip(found, explicit(program, arrays), uploaded, strict=True):
         np.testing.assert_array_equal(norms.scale, 1)
-        assert np.all(np.abs(matrix).sum(axis=0) <= norms.l1)  # equal where nothing cancels
-        assert np.all(np.sqrt((matrix**2).sum(axis=0)) <= norms.l2 * (1 + 1e-12))
+        assert np.all(np.abs(with_padding).sum(axis=0) <= norms.l1)  # equal where nothing cancels
+        assert np.all(np.sqrt((with_padding**2).sum(axis=0)) <= norms.l2 * (1 + 1e-12))
         assert np.all((matrix != 0).sum(axis=0) <= norms.paths)
-    plain = analyse(program, arrays, scales, {})[1]
-    matrix = exact(program, arrays, [unit])[1].astype(np.float64)
+    plain, matrix = found[1], uploaded[1]
     np.testing.assert_array_equal(plain.l1, np.abs(matrix).sum(axis=0))
     np.testing.assert_allclose(plain.l2, np.sqrt((matrix**2).sum(axis=0)), rtol=1e-12)
     assert np.all(plain.multiplicity == 1)
@@ -180,10 +200,21 @@ def test_analyse_without_cancellation_equals_the_explicit_matrix() -> None:
         "w": np.abs(integers(np.random.default_rng(0), 2, 2, 2, 2)),
         "i": np.arange(18, dtype=np.int32)[::-1].copy(),
     }
-    unit = np.eye(18, dtype=np.int64).reshape(18, 2, 3, 3)
     (norms,) = analyse(program, arrays, {"w": np.ones(2)}, {})
-    (matrix,) = exact(program, arrays, [unit])
-    np.testing.assert_array_equal(norms.l1, matrix.sum(axis=0).astype(np.float64))
+    (matrix,) = explicit(padding_as_input(program), arrays)
+    np.testing.assert_array_equal(norms.l1, matrix.sum(axis=0))
+
+
+def test_analyse_counts_padding_among_what_carries_noise_and_not_among_the_paths() -> None:
+    """One point, and eight weights of nine that meet padding; in front of the weights an index map may pad as well."""
+    window = Window((3, 3), (1, 1), (1, 1, 1, 1), (1, 1), (1, 1))
+    by_window = Program(((1, 1, 1),), (Conv(0, "w", window, 1, (1, 1, 1)),), (1,))
+    inner = replace(window, pads=(0, 0, 0, 0))
+    by_map = Program(((1, 1, 1),), (Take((0,), "i", (1, 3, 3)), Conv(1, "w", inner, 1, (1, 1, 1))), (2,))
+    arrays = {"w": np.full((1, 1, 3, 3), 5, np.int16), "i": np.array([-1, -1, -1, -1, 0, -1, -1, -1, -1], np.int32)}
+    for program in (by_window, by_map):
+        (norms,) = analyse(program, arrays, {"w": np.ones(1)}, {})
+        assert (norms.l1.item(), norms.l2.item(), norms.paths.item()) == (45, 15, 1)
 
 
 def test_analyse_of_duplicated_inputs_counts_how_many_weights_meet_one_input() -> None:

@@ -25,7 +25,7 @@ from heinfer.plan import (
     load_reference,
     load_server,
 )
-from heinfer.plan.execution import PlanRunner, open_session
+from heinfer.plan.execution import PlanRunner, open_original
 from heinfer.ring import NOISE_LIMIT, input_scale
 from partitioner import partition
 
@@ -111,14 +111,14 @@ def check(model: onnx.ModelProto, tmp_path: Path, scale: float = 1.0) -> Partiti
     bound, and the network with exact blocks must give what onnxruntime gives for the original, sample by sample.
     """
     found = partitioned(model, tmp_path)
-    session = open_session(model.SerializeToString())
+    session = open_original(model.SerializeToString())
     assert [t.name for t in found.plan.inputs] == [i.name for i in session.get_inputs()]
     assert [t.name for t in found.plan.outputs] == [o.name for o in session.get_outputs()]
     generator = np.random.default_rng(1)
     inputs = {t.name: (scale * generator.normal(size=(SAMPLES, *t.shape))).astype(t.dtype) for t in found.plan.inputs}
     expected = one_by_one(session, inputs)
     runner = PlanRunner(found.plan, found.node.submodels)
-    results = runner.run(inputs, lambda step, tensors: _run_round(found, step, tensors, generator))
+    results = runner.run(inputs, lambda step, tensors: run_round(found, step, tensors, generator))
     for name, want in expected.items():
         assert results[name].shape == want.shape
         assert results[name].dtype == want.dtype
@@ -135,7 +135,7 @@ def one_by_one(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.nd
     return {name: np.concatenate(parts) for name, parts in zip(names, zip(*rows, strict=True), strict=True)}
 
 
-def _run_round(
+def run_round(
     found: Partitioned, step: RoundStep, tensors: Mapping[str, Any], generator: np.random.Generator
 ) -> dict[str, np.ndarray]:
     made = {}

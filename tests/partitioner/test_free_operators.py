@@ -52,6 +52,40 @@ MOVEMENTS: dict[str, tuple[str, dict[str, np.ndarray]]] = {
         {},
     ),
     "global_average_pool": ("GlobalAveragePool (a)", {}),
+    "unsqueeze": ("Unsqueeze (a, o)", {"o": np.array([2, 5])}),
+    "expand_to_the_same": ("Expand (a, s)", {"s": np.array([1, 6, 1])}),
+    "tile": ("Tile (a, s)", {"s": np.array([1, 2, 1, 3])}),
+    "gather": ("Gather <axis = 2> (a, i)", {"i": np.array([3, 0, -1])}),
+    "gather_matrix": ("Gather <axis = 1> (a, i)", {"i": np.array([[3, 0], [1, 1]])}),
+    "gather_one": ("Gather <axis = 3> (a, i)", {"i": np.array(2)}),
+    "depth_to_space": ("DepthToSpace <blocksize = 2> (a)", {}),
+    "depth_to_space_crd": ('DepthToSpace <blocksize = 2, mode = "CRD"> (a)', {}),
+    "space_to_depth": ("SpaceToDepth <blocksize = 1> (a)", {}),
+    "resize_nearest": ("Resize (a, , f)", {"f": np.array([1, 1, 2, 3], np.float32)}),
+    "resize_nearest_down": (
+        'Resize <mode = "nearest", coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"> (a, , , z)',
+        {"z": np.array([1, 4, 3, 2])},
+    ),
+    "resize_linear": ('Resize <mode = "linear"> (a, , f)', {"f": np.array([1, 1, 2, 2], np.float32)}),
+    "trilu": ("Trilu <upper = 0> (a, o)", {"o": np.array(1)}),
+    "reduce_mean": ("ReduceMean <axes = [2, 3]> (a)", {}),
+    "reduce_mean_channels": ("ReduceMean <axes = [1], keepdims = 0> (a)", {}),
+    "reduce_mean_last": ("ReduceMean <axes = [-1]> (a)", {}),
+    "reduce_sum": ("ReduceSum (a, o)", {"o": np.array([1, 3])}),
+    "reduce_sum_flat": ("ReduceSum <keepdims = 0> (a, o)", {"o": np.array([3, 2])}),
+    "reduce_sum_nothing": ("ReduceSum <noop_with_empty_axes = 1> (a)", {}),
+    "cumulative_sum": ("CumSum (a, o)", {"o": np.array(3)}),
+    "cumulative_sum_exclusive": ("CumSum <exclusive = 1> (a, o)", {"o": np.array(2)}),
+    "cumulative_sum_reverse": ("CumSum <reverse = 1> (a, o)", {"o": np.array(-1)}),
+    "cumulative_sum_reverse_exclusive": ("CumSum <reverse = 1, exclusive = 1> (a, o)", {"o": np.array(1)}),
+    "negation": ("Neg (a)", {}),
+    "mean_of_itself": ("Mean (a, a, a)", {}),
+    "sum_with_constant": ("Sum (a, k, a)", {"k": np.linspace(-1, 1, 120, dtype=np.float32).reshape(4, 6, 5)}),
+    "where": (
+        "Where (m, a, k)",
+        {"m": np.arange(30).reshape(6, 5) % 3 == 0, "k": np.linspace(-1, 1, 5, dtype=np.float32)},
+    ),
+    "where_of_itself": ("Where (m, k, a)", {"m": np.arange(5) % 2 == 0, "k": np.zeros(1, np.float32)}),
     "sum_itself": ("Add (a, a)", {}),
     "difference_itself": ("Sub (a, a)", {}),
 }
@@ -156,3 +190,70 @@ def test_copies_of_one_input_in_front_of_weights_keep_the_bound(mode: str, tmp_p
     (exact,) = found.reference.evaluate_block(0, [sent])
     (got,), (bound,) = evaluate_residues(found, 0, [sent], np.random.default_rng(0))
     assert np.all(np.abs(got - exact) <= bound)
+
+
+@pytest.mark.parametrize(
+    ("call", "constants"),
+    [
+        ("Squeeze (a, s)", {"s": np.array([1, -1])}),
+    ],
+)
+def test_movement_of_axes_of_one_matches_onnxruntime(
+    call: str, constants: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    model = graph(
+        f"g (float[n,3,6,5] x) => (float y) {{ a = Conv (x, w, c) y = {call} }}",
+        {"w": weights(1, 3, 3, 5), "c": weights(1)} | constants,
+    )
+    check(model, tmp_path)
+
+
+POOLS = {
+    "line": ("[n,4,12]", "AveragePool <kernel_shape = [3], strides = [2], pads = [1, 0]> (a)"),
+    "line_ceil": ("[n,4,12]", "AveragePool <kernel_shape = [3], strides = [2], ceil_mode = 1> (a)"),
+    "volume": ("[n,2,4,5,6]", "AveragePool <kernel_shape = [2, 3, 2], strides = [1, 2, 3]> (a)"),
+    "volume_pads": (
+        "[n,2,4,5,6]",
+        "AveragePool <kernel_shape = [2, 3, 2], pads = [1, 1, 0, 0, 1, 1], strides = [2, 1, 1]> (a)",
+    ),
+    "volume_counts": (
+        "[n,2,4,5,6]",
+        "AveragePool <kernel_shape = [3, 3, 3], pads = [1, 1, 1, 1, 1, 1], count_include_pad = 1> (a)",
+    ),
+    "volume_global": ("[n,2,4,5,6]", "GlobalAveragePool (a)"),
+    "line_global": ("[n,2,7]", "GlobalAveragePool (a)"),
+}
+
+
+@pytest.mark.parametrize("case", POOLS)
+def test_pool_over_lines_and_volumes_matches_onnxruntime(case: str, tmp_path: Path) -> None:
+    shape, call = POOLS[case]
+    sizes = [int(d) for d in shape[3:-1].split(",")]
+    model = graph(
+        f"g (float{shape} x) => (float y) {{ a = Conv (x, w) y = {call} }}",
+        {"w": weights(sizes[0], sizes[0], *([1] * (len(sizes) - 1)))},
+    )
+    found = check(model, tmp_path)
+    assert "AveragePool" in call
+    assert found.on_node == [], "pools after weights cross as fewer values"
+
+
+def test_interpolating_resize_runs_on_node(tmp_path: Path) -> None:
+    model = graph(
+        'g (float[n,3,4,4] x) => (float y) { a = Conv (x, w) y = Resize <mode = "linear"> (a, , f) }',
+        {"w": weights(2, 3, 3, 3), "f": np.array([1, 1, 2, 2], np.float32)},
+    )
+    found = check(model, tmp_path)
+    assert found.node_operators == ["Resize"]
+
+
+def test_embedding_of_token_ids_runs_on_node(tmp_path: Path) -> None:
+    model = graph(
+        "g (int64[n,5] ids) => (float y) { a = Gather (table, ids) y = MatMul (a, w) }",
+        {"table": weights(11, 6), "w": weights(6, 3)},
+    )
+    path = tmp_path / "example.onnx"
+    path.write_bytes(model.SerializeToString())
+    found = partitioned(model, tmp_path)
+    assert found.on_node == [["Gather"]]
+    assert found.on_server == [["MatMul"]]

@@ -374,3 +374,100 @@ def test_factor_that_widens_the_activation_stays(case: str, tmp_path: Path) -> N
     model = graph(f"g (float{source} x) => (float y) {{ r = Relu (x) a = Mul (r, c) y = {call} }}", constants)
     found = check(model, tmp_path)
     assert "Mul" in found.server_operators + found.node_operators
+
+
+def test_gemm_that_adds_an_activation_matches_onnxruntime(tmp_path: Path) -> None:
+    model = graph(
+        "g (float[n,7] x) => (float y) { c = Gemm (x, v) y = Gemm <alpha = 0.5, beta = -2.0> (x, w, c) }",
+        {"w": weights(7, 5), "v": weights(7, 5, seed=1)},
+    )
+    found = check(model, tmp_path)
+    assert [sorted(set(block) - {"Mul", "Add"}) for block in found.on_server] == [["Gemm"]]
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("following", ["BatchNormalization (a, gain, beta, mean, var)", "Mul (a, f)"])
+def test_what_follows_conv_transpose_folds_into_it(group: int, following: str, tmp_path: Path) -> None:
+    model = graph(
+        f"g (float[n,4,5,3] x) => (float y) {{ a = ConvTranspose <group = {group}, strides = [2, 1]> (x, w, b) "
+        f"y = {following} }}",
+        {"w": weights(4, 6 // group, 3, 2), "b": weights(6), "f": weights(6, 1, 1)} | normalisation(6),
+    )
+    assert check(model, tmp_path).on_server == [["ConvTranspose"]]
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_factor_per_channel_in_front_of_conv_transpose_folds_into_it(group: int, tmp_path: Path) -> None:
+    model = graph(
+        f"g (float[n,4,5,3] x) => (float y) {{ a = Mul (x, f) y = ConvTranspose <group = {group}> (a, w) }}",
+        {"w": weights(4, 6 // group, 3, 2), "f": weights(1, 4, 1, 1)},
+    )
+    assert check(model, tmp_path).on_server == [["ConvTranspose"]]
+
+
+def test_scale_and_shift_after_lone_batch_normalization_fold_into_it(tmp_path: Path) -> None:
+    model = graph(
+        "g (float[n,4,5,3] x) => (float y) { r = Relu (x) a = BatchNormalization (r, gain, beta, mean, var) "
+        "m = Mul (a, f) y = Add (m, c) }",
+        {"f": weights(4, 1, 1), "c": weights(4, 1, 1)} | normalisation(4),
+    )
+    found = check(model, tmp_path)
+    assert found.on_server == [["BatchNormalization", "Add"]]
+
+
+NORMALISED = {
+    "layer": (
+        "[n,6,8]",
+        "m = ReduceMean <axes = [-1]> (x) d = Sub (x, m) s = Pow (d, two) v = ReduceMean <axes = [-1]> (s) "
+        "e = Add (v, epsilon) r = Sqrt (e) q = Div (d, r) g = Mul (q, gain) z = Add (g, shift)",
+        (8,),
+        "LayerNormalization",
+    ),
+    "group": (
+        "[n,6,4,2]",
+        "r = Reshape (x, grouped) i = InstanceNormalization (r, ones, zeros) b = Reshape (i, back) "
+        "g = Mul (b, gain) z = Add (g, shift)",
+        (6, 1, 1),
+        "GroupNormalization",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NORMALISED)
+def test_normalisation_that_was_taken_apart_is_one_operator_on_the_node(case: str, tmp_path: Path) -> None:
+    shape, body, gain, fused = NORMALISED[case]
+    width = 8 if case == "layer" else 2
+    model = graph(
+        f"g (float{shape} x) => (float y) {{ {body} y = MatMul (z, w) }}",
+        {
+            "two": np.array(2, np.float32),
+            "epsilon": np.array(1e-5, np.float32),
+            "gain": weights(*gain),
+            "shift": weights(*gain, seed=1),
+            "grouped": np.array([0, 3, -1]),
+            "back": np.array([-1, 6, 4, 2]),
+            "ones": np.ones(3, np.float32),
+            "zeros": np.zeros(3, np.float32),
+            "w": weights(width, 3),
+        },
+    )
+    found = check(model, tmp_path)
+    assert found.node_operators == [fused]
+    assert found.on_server == [["MatMul"]]
+
+
+@pytest.mark.parametrize("call", ["Add (a, b)", "Add (b, a)", "Sub (a, b)"])
+def test_factor_folds_through_the_bias_into_weights(call: str, tmp_path: Path) -> None:
+    model = graph(
+        f"g (float[n,3,7] x) => (float y) {{ a = MatMul (x, w) s = {call} y = Mul (s, f) }}",
+        {"w": weights(7, 5), "b": weights(5), "f": weights(5, seed=1)},
+    )
+    assert [sorted(block) for block in check(model, tmp_path).on_server] == [sorted(["MatMul", call[:3]])]
+
+
+def test_factor_does_not_fold_through_an_added_activation(tmp_path: Path) -> None:
+    model = graph(
+        "g (float[n,3,7] x) => (float y) { a = MatMul (x, w) s = Add (a, x) y = Mul (s, f) }",
+        {"w": weights(7, 7), "f": weights(7)},
+    )
+    assert len(check(model, tmp_path).plan.blocks) == 2

@@ -107,6 +107,12 @@ def test_error_bound_of_a_zero_row_at_zero_is_the_noise_alone() -> None:
     assert not bound.any()
 
 
+def test_error_of_a_zero_input_vanishes_for_weights_of_any_size() -> None:
+    error, bound = evaluate(1e6 * np.random.default_rng(4).normal(size=(4, 5)), np.zeros((3, 5)))
+    assert np.all(error <= bound)
+    assert bound.max() < 1e-30
+
+
 def test_unit_bound_is_the_largest_bound_of_inputs_of_magnitude_one() -> None:
     norms = RowNorms(*(np.array(v) for v in ([100.0, 7.0], [50.0, 60.0], [10.0, 12.0], [9.0, 4.0], [1.0, 2.0])))
     room = 1000.0

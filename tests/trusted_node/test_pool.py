@@ -38,7 +38,8 @@ class Entry:
 class Maker:
     """Stands for a preparer; `fail` makes the next calls raise, `hold` makes calls wait."""
 
-    def __init__(self, fail: int = 0) -> None:
+    def __init__(self, fail: int = 0, query_bytes: int = 0) -> None:
+        self.query_bytes = query_bytes
         self.made: list[Entry] = []
         self.calls = 0
         self.fail = fail
@@ -61,7 +62,7 @@ class Maker:
         return entry
 
 
-def pool_of(maker: Maker, size: int, **options: float) -> PreparedPool:
+def pool_of(maker: Maker, size: int | None, **options: float) -> PreparedPool:
     return PreparedPool(maker, size, **options)  # type: ignore[arg-type]
 
 
@@ -312,3 +313,10 @@ def test_pool_of_real_entries_hands_out_masks_that_work_once(dense_bundle: Path)
         taken.wipe()
         with pytest.raises(LocalProtocolError):
             taken.queries[0].encrypt(1, np.ones((1, 4), np.float32), scale)
+
+
+@pytest.mark.parametrize(("query_bytes", "size"), [(0, 16), (2**27, 16), (2**27 + 1, 15), (2**30, 2), (2**33, 1)])
+def test_pool_without_a_size_keeps_16_or_what_2_gib_hold(query_bytes: int, size: int) -> None:
+    with pool_of(Maker(query_bytes=query_bytes), None) as pool:
+        assert pool.wait_full(PATIENCE_S)
+        assert pool.ready == pool.size == size

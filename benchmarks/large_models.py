@@ -1,0 +1,149 @@
+"""Large published architectures at 224x224: what partitioning takes, and one encrypted image through some of them.
+
+    python benchmarks/large_models.py [--only squeezenet resnet50 ...] [--json benchmarks/results/large_models.json]
+
+The graphs are those of onnx.backend.test's light models, the weights random (tests/coverage/light_models.py), so that
+accuracy means nothing: what enters the final Softmax is compared with onnxruntime on the original. Partitioning runs in
+a process of its own. Queries: client, node and server as three processes on loopback, one image, masks prepared before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import heinfer
+from heinfer.client.environment import machine_name
+from heinfer.plan import read_bundle_plan
+from heinfer.plan.execution import open_session
+from heinfer.plan.files import HINTS_FILE
+from heinfer.processes import child_environment, core_count
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from tests.coverage.light_models import NAMES, image, light_model, with_logits  # noqa: E402
+
+ENCRYPTED = ("squeezenet", "shufflenet", "densenet121", "resnet50")
+QUERIES = 5
+#: What a pool of `QUERIES` gets to fill up, in times of preparing one.
+FILL = 3.0
+
+
+def partition(model: Path, bundle: Path) -> dict[str, Any]:
+    """Run `heinfer partition`; return what it took and what it made."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "heinfer.cli.main", "partition", str(model), "-o", str(bundle)]
+    process = subprocess.Popen(command, env=child_environment(), stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"heinfer partition {model} failed")
+    plan = read_bundle_plan(bundle)
+    return {
+        "partition_s": time.perf_counter() - started,
+        "partition_peak_bytes": usage.ru_maxrss * 1024,
+        "rounds": plan.rounds,
+        "blocks": len(plan.blocks),
+        "hint_bytes": (bundle / "node" / HINTS_FILE).stat().st_size,
+        "server_bytes": _size(bundle / "server"),
+        "node_bytes": _size(bundle / "node"),
+        "bundle_bytes": _size(bundle),
+    }
+
+
+def query(model: bytes, logits: str, bundle: Path) -> dict[str, Any]:
+    """Answer images under encryption; compare and return what it took."""
+    session = open_session(model, core_count())
+    feeds = {session.get_inputs()[0].name: image()}
+    plain = []
+    for _ in range(QUERIES):
+        started = time.perf_counter()
+        (want,) = session.run([logits], feeds)
+        plain.append(time.perf_counter() - started)
+    online, found = [], []
+    with heinfer.local(bundle, mode="prepared", prepared=QUERIES) as served:
+        preparation_s = served.query(feeds, statistics=True).statistics["background_s"]
+        time.sleep(FILL * QUERIES * preparation_s)
+        for _ in range(QUERIES):
+            started = time.perf_counter()
+            answer = served.query(feeds, statistics=True)
+            online.append(time.perf_counter() - started)
+            found.append(answer.statistics)
+        memory = {role.name: role.peak_memory_bytes() for role in served.roles}
+        start_s = served.start_s
+    got = answer.outputs[logits]
+    blocks = found[-1]["blocks"]
+    return {
+        "plain_s": float(np.median(plain)),
+        "online_s": float(np.median(online)),
+        "preparation_s": found[-1]["background_s"],
+        "queries_that_missed_the_pool": sum(1 - s["pooled"] for s in found),
+        "start_s": start_s,
+        "server_s": float(np.median([sum(b["server_s"] for b in s["blocks"]) for s in found])),
+        "node_operators_s": float(np.median([s["node_s"] for s in found])),
+        "encrypt_s": float(np.median([sum(b["encrypt_s"] for b in s["blocks"]) for s in found])),
+        "decrypt_s": float(np.median([sum(b["decrypt_s"] for b in s["blocks"]) for s in found])),
+        "bytes_up": sum(b["bytes_up"] for b in blocks),
+        "bytes_down": sum(b["bytes_down"] for b in blocks),
+        "largest_logit": float(np.max(np.abs(want))),
+        "relative_error": float(np.max(np.abs(got - want)) / np.max(np.abs(want))),
+        "same_top_1": bool(np.argmax(got) == np.argmax(want)),
+        "peak_memory_bytes": memory,
+    }
+
+
+def measure(name: str) -> dict[str, Any]:
+    model = light_model(name)
+    logits = with_logits(model)
+    content = model.SerializeToString()
+    with tempfile.TemporaryDirectory() as folder:
+        path, bundle = Path(folder) / f"{name}.onnx", Path(folder) / "bundle"
+        path.write_bytes(content)
+        figures = partition(path, bundle)
+        return figures | (query(content, logits, bundle) if name in ENCRYPTED else {})
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=list(NAMES), choices=NAMES)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {"machine": machine_name(), "cores": core_count()}
+    for name in arguments.only:
+        figures = results[name] = measure(name)
+        print(
+            f"{name}: partitioned in {figures['partition_s']:.0f} s with at most "
+            f"{figures['partition_peak_bytes'] / 1e9:.1f} GB, {figures['rounds']} rounds, hints "
+            f"{figures['hint_bytes'] / 1e6:.0f} MB, bundle {figures['bundle_bytes'] / 1e6:.0f} MB",
+            flush=True,
+        )
+        if name in ENCRYPTED:
+            memory = {role: round(size / 1e6) for role, size in figures["peak_memory_bytes"].items() if size}
+            print(
+                f"  one image {figures['online_s']:.2f} s online (plain {figures['plain_s']:.3f} s), prepared before "
+                f"in {figures['preparation_s']:.2f} s, {figures['bytes_up'] / 1e6:.1f} MB up, "
+                f"{figures['bytes_down'] / 1e6:.1f} MB down, error {figures['relative_error']:.1e} of the largest "
+                f"logit, top-1 {'equal' if figures['same_top_1'] else 'differs'}, peak memory {memory} MB",
+                flush=True,
+            )
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+if __name__ == "__main__":
+    main()
