@@ -22,7 +22,7 @@ from heinfer.errors import RemoteProtocolError
 from heinfer.plan import read_bundle_plan
 from heinfer.processes import child_environment
 
-START_S = 120.0
+START_S = 300.0
 STOP_S = 10.0
 
 

@@ -498,11 +498,11 @@ ARCHITECTURES = {
     "transformer": Architecture(
         lambda: Transformer(64, 128, 4), ((64, 128),), _TWO_LAYERS, standard=False, tolerance=2e-3
     ),
-    "transformer_small": Architecture(lambda: Transformer(6, 32, 4), ((6, 32),), _TWO_LAYERS),
+    "transformer_small": Architecture(lambda: Transformer(4, 24, 4), ((4, 24),), _TWO_LAYERS),
     "transformer_sequence_first": Architecture(
         lambda: SequenceFirstTransformer(24, 4), ((6, 24),), _TWO_LAYERS + 1
     ),
-    "vit": Architecture(lambda: VisionTransformer(12, 4, 16, 2), ((3, 12, 12),), _TWO_LAYERS + 2),
+    "vit": Architecture(lambda: VisionTransformer(8, 4, 16, 2), ((3, 8, 8),), _TWO_LAYERS + 2),
     "swin_block": Architecture(lambda: WindowAttention(4, 2, 16, 2), ((4, 4, 16),), 4),
     "text_classifier": Architecture(lambda: TextClassifier(8, 16, 2), ((8,),), 5, token_ids=True),
     "mobilenet_v2": Architecture(MobileNetV2, ((3, 16, 16),), 53),
