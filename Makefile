@@ -43,7 +43,7 @@ demo: setup ## classify MNIST digits under encryption: untrusted server and trus
 	@$(BIN)/heinfer demo
 
 test: check ## lint, types, import contracts, then the test suite
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-long: setup-dev ## the tests that take minutes each: large architectures at full size
 	@$(BIN)/python -m pytest -m long $(ARGS)

@@ -16,7 +16,7 @@ Formulas are those of the ONNX operator specification, https://onnx.ai/onnx/oper
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -52,7 +52,7 @@ def lower_conv(node: ir.Node, context: Context) -> Lowered:
     if source is None or target is None:
         return context.refuse(node, NOT_LEADING)
     geometry = sliding_window(node, source[1:], target[1:], weights.shape[2:])
-    return _lower(node, context, weights.astype(np.float64), geometry, transposed=False)
+    return _lower(node, context, weights, geometry, transposed=False)
 
 
 def lower_conv_transpose(node: ir.Node, context: Context) -> Lowered:
@@ -64,10 +64,10 @@ def lower_conv_transpose(node: ir.Node, context: Context) -> Lowered:
     if source is None or target is None:
         return context.refuse(node, NOT_LEADING)
     geometry = _transposed_geometry(node, source[1:], target[1:], weights.shape[2:])
-    return _lower(node, context, weights.astype(np.float64), geometry, transposed=True)
+    return _lower(node, context, weights, geometry, transposed=True)
 
 
-def _lower(node: ir.Node, context: Context, weights: Floats, geometry: Geometry, *, transposed: bool) -> Lowered:
+def _lower(node: ir.Node, context: Context, weights: NDArray[Any], geometry: Geometry, *, transposed: bool) -> Lowered:
     if not 1 <= geometry.rank <= _MOST_AXES:
         return context.refuse(node, f"convolutions have 1 to {_MOST_AXES} spatial axes, found {geometry.rank}")
     group = node.attributes.get_int("group", 1)
@@ -78,7 +78,7 @@ def _lower(node: ir.Node, context: Context, weights: Floats, geometry: Geometry,
 
     def emit(builder: Builder, values: Sequence[int]) -> int:
         make = _transposed_convolution if transposed else convolution
-        result = make(builder, values[0], weights, geometry, group)
+        result = make(builder, values[0], weights.astype(np.float64), geometry, group)
         return shift(builder, result, None if bias is None else bias.reshape(-1, *([1] * geometry.rank)))
 
     return Lowered(Placement.WEIGHTED, (operand(node, 0),), emit)

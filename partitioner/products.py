@@ -113,10 +113,11 @@ def lower_matmul(node: ir.Node, context: Context) -> Lowered:
     if form is None:
         return context.refuse(node, f"a constant of shape {weights.shape} has weights of its own for every sample")
     contraction, matrix_shape, value_shape = form
-    matrix = weights.reshape(matrix_shape).astype(np.float64)
+    matrix = weights.reshape(matrix_shape)
 
     def emit(builder: Builder, values: Sequence[int]) -> int:
-        made = contract(builder, reshape(builder, values[0], value_shape), matrix, contraction)
+        value = reshape(builder, values[0], value_shape)
+        made = contract(builder, value, matrix.astype(np.float64), contraction)
         return reshape(builder, made, target)
 
     return Lowered(Placement.WEIGHTED, (operand(node, position),), emit)
@@ -173,7 +174,7 @@ def lower_gemm(node: ir.Node, context: Context) -> Lowered:
     if source is None or target is None or len(source) != 1 or node.attributes.get_int("transA"):
         return context.refuse(node, NOT_LEADING)
     matrix = weights.T if node.attributes.get_int("transB") else weights
-    matrix = node.attributes.get_float("alpha", 1.0) * matrix.astype(np.float64)
+    alpha = node.attributes.get_float("alpha", 1.0)
     added = node.inputs[2] if len(node.inputs) > 2 else None
     bias = constant(added)
     if added is not None and bias is None:
@@ -183,7 +184,7 @@ def lower_gemm(node: ir.Node, context: Context) -> Lowered:
     beta = node.attributes.get_float("beta", 1.0)
 
     def emit(builder: Builder, values: Sequence[int]) -> int:
-        result = builder.add(MatMul(values[0], builder.array(matrix), target))
+        result = builder.add(MatMul(values[0], builder.array(alpha * matrix.astype(np.float64)), target))
         return shift(builder, result, None if bias is None else beta * bias.astype(np.float64).reshape(-1))
 
     return Lowered(Placement.WEIGHTED, (operand(node, 0),), emit)
