@@ -58,6 +58,7 @@ def build_block(
     sides: Mapping[ir.Node, Side],
     shapes: Mapping[str, Shape],
     parameters: RingParameters,
+    reasons: Mapping[ir.Node, str],
 ) -> BuiltBlock:
     """Build one block.
 
@@ -90,6 +91,7 @@ def build_block(
         row_sum=quantised.row_sum,
         final=any(_reaches_result(v, sides) for v in outputs),
         operators=tuple(f"{n.name} ({n.op_type})" for n in group.nodes),
+        reasons=tuple(reasons[n] for n in group.nodes),
         unit_bound=max(norms.unit_bound(room) for norms in quantised.norms),
         prepared=None if form is None else PreparedInfo.of(form),
     )

@@ -59,6 +59,7 @@ def draft(
     blocks: Sequence[BuiltBlock],
     shapes: Mapping[str, Shape],
     parameters: RingParameters,
+    reasons: Mapping[ir.Node, str],
 ) -> Draft:
     """Put the steps in order and cut out the node's sub-models.
 
@@ -80,7 +81,7 @@ def draft(
             block_index += 1
         else:
             name = f"node_{group.round}.onnx"
-            step, submodels[name] = _cut_submodel(name, group, imported.model, types, shapes)
+            step, submodels[name] = _cut_submodel(name, group, imported.model, types, shapes, reasons)
             steps.append(step)
     plan = Plan(
         model=ModelInfo(imported.name, imported.sha256),
@@ -157,6 +158,7 @@ def _cut_submodel(
     model: ir.Model,
     types: Mapping[str, int],
     shapes: Mapping[str, Shape],
+    reasons: Mapping[ir.Node, str],
 ) -> tuple[NodeStep, bytes]:
     """Return the step and the ONNX model of the node's operators of one round."""
     inside = set(group.nodes)
@@ -174,7 +176,8 @@ def _cut_submodel(
     opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
     cut = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version)
     operators = tuple(f"{n.name} ({n.op_type})" for n in group.nodes)
-    return NodeStep(name, tuple(inputs), tuple(outputs), operators), cut.SerializeToString()
+    why = tuple(reasons[n] for n in group.nodes)
+    return NodeStep(name, tuple(inputs), tuple(outputs), operators, why), cut.SerializeToString()
 
 
 def _value_info(name: str, types: Mapping[str, int], shapes: Mapping[str, Shape]) -> onnx.ValueInfoProto:

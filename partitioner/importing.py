@@ -39,11 +39,13 @@ class Imported:
         name: file name without its ending, or the folder's name for a file called model.onnx.
         content: the original, serialised, weights included.
         model: the graph that the passes work on.
+        results: names of the model's results, in order.
     """
 
     name: str
     content: bytes
     model: ir.Model
+    results: tuple[str, ...]
 
     @property
     def sha256(self) -> str:
@@ -76,7 +78,7 @@ def import_model(path: Path, dimensions: Mapping[str, int] | None = None) -> Imp
     _name_nodes(model)
     simplify(model)
     name = path.stem if path.stem != "model" else path.resolve().parent.name
-    return Imported(name, content, model)
+    return Imported(name, content, model, tuple(value.name for value in proto.graph.output))
 
 
 def given_dimensions(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
 
-from heinfer.errors import HeinferError
+from heinfer.errors import HeinferError, Offence, UnsupportedModelError
 from heinfer.plan import Plan
 from heinfer.ring import RingParameters
 from partitioner.batching import free_batch
 from partitioner.blocks import BuiltBlock, MoveToNode, build_block
 from partitioner.classification import classify
 from partitioner.emission import Draft, draft, emit
+from partitioner.explanation import MOVED, explain
 from partitioner.folding import fold
-from partitioner.grouping import CyclicBlock, group
+from partitioner.grouping import CyclicBlock, Group, group
 from partitioner.importing import Imported, import_model
+from partitioner.lowering import Lowered
 from partitioner.normalisation import fuse_normalisations
+from partitioner.pinning import PinnedNodes, Pins, find_pinned, without_pinned
 from partitioner.placement import place
 from partitioner.rewriting import rewrite_composites
-from partitioner.shapes import infer_shapes
-from partitioner.simplification import simplify
+from partitioner.shapes import Shape, infer_shapes
+from partitioner.simplification import restore_results, simplify
 from partitioner.verification import verify
 
 
@@ -49,6 +52,8 @@ def partition(
     parameters: RingParameters | None = None,
     batch_hints: bool = False,
     dimensions: Mapping[str, int] | None = None,
+    on_node: Sequence[str] = (),
+    on_server: Sequence[str] = (),
 ) -> Partition:
     """Partition an ONNX model into a bundle.
 
@@ -59,48 +64,99 @@ def partition(
         parameters: ring; the default has degree 2048 and one 50-bit prime.
         batch_hints: whether to make hints for batches, 12.8 KB for every value that comes back to the node.
         dimensions: sizes of symbolic axes other than the batch, by name: `{"sequence": 64}`.
+        on_node: operators to run on the node, by name or type, with patterns as in a shell: `["head.*", "Gemm"]`. The
+            weights of those that have some are then given to the node.
+        on_server: operators without weights to run under encryption, likewise.
 
     Returns:
         The plan, where it was written, and how close it is to the original in the clear.
 
     Raises:
         UnsupportedModelError: the model can't be partitioned; lists every offending node.
+        InputError: a pattern names no operator.
         PlanError: `output` holds something else, or can't be written.
     """
-    imported, result, difference = partition_in_memory(Path(model), parameters or RingParameters.default(), dimensions)
+    parameters = parameters or RingParameters.default()
+    pins = Pins(tuple(on_node), tuple(on_server))
+    imported, result, difference = partition_in_memory(Path(model), parameters, dimensions, pins)
     plan = emit(result, imported.content, Path(output), reference, batch_hints)
     return Partition(plan, Path(output), difference)
 
 
 def partition_in_memory(
-    model: Path, parameters: RingParameters, dimensions: Mapping[str, int] | None = None
+    model: Path, parameters: RingParameters, dimensions: Mapping[str, int] | None = None, pins: Pins | None = None
 ) -> tuple[Imported, Draft, float]:
     """Run all passes but the last, which writes."""
+    placed = prepare(model, parameters, dimensions, pins)
+    result = draft(placed.imported, placed.groups, placed.blocks, placed.shapes, parameters, placed.reasons)
+    return placed.imported, result, verify(result, placed.imported.content)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A model whose operators have their places.
+
+    Attributes:
+        imported: the model.
+        shapes: shapes per sample.
+        groups: blocks and steps of the node, in the order in which they run.
+        blocks: one for each group on the server.
+        reasons: why each operator is where it is.
+    """
+
+    imported: Imported
+    shapes: Mapping[str, Shape]
+    groups: Sequence[Group]
+    blocks: Sequence[BuiltBlock]
+    reasons: Mapping[ir.Node, str]
+
+
+def prepare(
+    model: Path, parameters: RingParameters, dimensions: Mapping[str, int] | None = None, pins: Pins | None = None
+) -> Placed:
+    """Import a model, place its operators and build its blocks."""
     imported = import_model(model, dimensions)
     fuse_normalisations(imported.model)
     rewrite_composites(imported.model)
     simplify(imported.model)
     free_batch(imported.model)
     fold(imported.model)
+    restore_results(imported.model, imported.results)
     shapes = infer_shapes(imported.model)
     lowered = classify(imported.model, shapes)
+    pinned = find_pinned(imported.model, lowered, pins or Pins())
+    groups, blocks, reasons = _settle(imported.model, lowered, pinned, shapes, parameters)
+    return Placed(imported, shapes, groups, blocks, reasons)
+
+
+def _settle(
+    model: ir.Model,
+    lowered: Mapping[ir.Node, Lowered],
+    pinned: PinnedNodes,
+    shapes: Mapping[str, Shape],
+    parameters: RingParameters,
+) -> tuple[list[Group], list[BuiltBlock], dict[ir.Node, str]]:
+    """Place operators and build blocks, moving to the node what can't be in a block, until all fits."""
+    allowed = without_pinned(lowered, pinned)
     on_node: set[ir.Node] = set()
     while True:
-        sides = place(imported.model, lowered, shapes, on_node)
+        sides = place(model, allowed, shapes, on_node, pinned.on_server)
+        reasons = explain(lowered, sides, shapes, pinned, on_node)
         try:
-            groups = group(imported.model, lowered, sides)
+            groups = group(model, allowed, sides)
             blocks: list[BuiltBlock] = []
             for found in groups:
                 if found.on_server:
-                    blocks.append(build_block(len(blocks), found, lowered, sides, shapes, parameters))
+                    blocks.append(build_block(len(blocks), found, allowed, sides, shapes, parameters, reasons))
         except CyclicBlock as cycle:
             moved = set(cycle.nodes)
         except MoveToNode as conflict:
             moved = {conflict.node}
         else:
-            break
+            return groups, blocks, reasons
+        offences = [Offence(str(n.name), n.op_type, MOVED) for n in moved & pinned.on_server]
+        if offences:
+            raise UnsupportedModelError("operators can't be pinned to the server:", offences)
         if moved <= on_node:
             raise HeinferError("placement does not settle; please report this model")
         on_node |= moved
-    result = draft(imported, groups, blocks, shapes, parameters)
-    return imported, result, verify(result, imported.content)

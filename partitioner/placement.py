@@ -24,6 +24,7 @@ from typing import Any
 import networkx as nx
 import onnx_ir as ir
 
+from heinfer.errors import Offence, UnsupportedModelError
 from partitioner.lowering import Lowered, Placement
 from partitioner.shapes import Shape
 
@@ -49,7 +50,11 @@ _Vertex = tuple[str, int, str]
 
 
 def place(
-    model: ir.Model, lowered: Mapping[ir.Node, Lowered], shapes: Mapping[str, Shape], on_node: Collection[ir.Node] = ()
+    model: ir.Model,
+    lowered: Mapping[ir.Node, Lowered],
+    shapes: Mapping[str, Shape],
+    on_node: Collection[ir.Node] = (),
+    on_server: Collection[ir.Node] = (),
 ) -> dict[ir.Node, Side]:
     """Return where each node runs.
 
@@ -58,6 +63,10 @@ def place(
         lowered: what each node may do.
         shapes: shapes per sample; values without one are never encrypted.
         on_node: nodes that later passes have found to belong on the node.
+        on_server: free operators that the user has pinned to the server.
+
+    Raises:
+        UnsupportedModelError: an operator that is pinned to the server reads values of the node behind weights.
     """
     index = {node: i for i, node in enumerate(model.graph)}
     graph: nx.DiGraph[Any] = nx.DiGraph()
@@ -65,12 +74,21 @@ def place(
     for node in model.graph:
         kind = Placement.NODE if node in on_node else lowered[node].placement
         if kind is not Placement.WEIGHTED:
-            _add_operator(graph, index[node], kind, any(value.is_graph_output() for value in node.outputs))
+            makes_result = any(value.is_graph_output() for value in node.outputs)
+            _add_operator(graph, index[node], kind, makes_result, node in on_server)
     for value in _values(model):
         shape = shapes.get(str(value.name))
         if shape is not None:
             _add_value(graph, value, prod(shape) * _VALUE_COST, index, lowered)
-    _, (zero, _) = nx.minimum_cut(graph, _SOURCE, _SINK)
+    try:
+        _, (zero, _) = nx.minimum_cut(graph, _SOURCE, _SINK)
+    except nx.NetworkXUnbounded as error:
+        offences = [
+            Offence(str(node.name), node.op_type, "pinned to the server, where it has no place") for node in on_server
+        ]
+        raise UnsupportedModelError(
+            "operators that are pinned to the server need values that only the node has:", offences
+        ) from error
     sides = {}
     for node in model.graph:
         if lowered[node].placement is Placement.WEIGHTED:
@@ -88,9 +106,11 @@ def _variable(node: int, name: str) -> _Vertex:
     return ("operator", node, name)
 
 
-def _add_operator(graph: nx.DiGraph[Any], node: int, kind: Placement, makes_result: bool) -> None:
+def _add_operator(graph: nx.DiGraph[Any], node: int, kind: Placement, makes_result: bool, on_server: bool) -> None:
     after, before = _variable(node, "node"), _variable(node, "before")
     graph.add_edge(after, before)  # never 0 and 1: in front of weights implies at or after the node
+    if on_server:
+        graph.add_edge(before, after)  # both or none: never between the two
     if kind is Placement.NODE:
         graph.add_edge(after, _SINK)
     if kind is Placement.MOVEMENT and not makes_result:

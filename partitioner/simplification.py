@@ -10,6 +10,8 @@ Folding, elimination and inference are those of onnxscript, onnx-ir and onnx.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
@@ -42,6 +44,23 @@ def tidy(model: ir.Model) -> None:
     common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
     common_passes.NameFixPass()(model)
+
+
+def restore_results(model: ir.Model, names: Sequence[str]) -> None:
+    """Give every result its name again: where identities are eliminated, equal results become one value.
+
+    Args:
+        model: the model.
+        names: of its results, in order, when it was read.
+    """
+    for position, name in enumerate(names):
+        value = model.graph.outputs[position]
+        if value.name != name:
+            identity = ir.Node("", "Identity", [value], name=f"{name}.result")
+            result = identity.outputs[0]
+            result.name, result.type, result.shape = name, value.type, value.shape
+            model.graph.append(identity)
+            model.graph.outputs[position] = result
 
 
 def _fold_once(model: ir.Model) -> int:

@@ -43,6 +43,14 @@ def partition_command(
             "--dimension", metavar="NAME=SIZE", help="Fix a symbolic axis other than the batch, such as sequence=64."
         ),
     ] = None,
+    on_node: Annotated[
+        list[str] | None,
+        typer.Option("--on-node", metavar="NAME", help="Run an operator on the node: its name or type, or a pattern."),
+    ] = None,
+    on_server: Annotated[
+        list[str] | None,
+        typer.Option("--on-server", metavar="NAME", help="Run an operator without weights under encryption, likewise."),
+    ] = None,
     rotate: Annotated[
         Path | None,
         typer.Option(
@@ -69,6 +77,8 @@ def partition_command(
         parameters=parameters,
         batch_hints=batch_hints,
         dimensions=dict(map(_dimension, dimensions or [])),
+        on_node=on_node or (),
+        on_server=on_server or (),
     )
     show_steps(result.plan)
     out.print(
@@ -105,6 +115,7 @@ def inspect_command(bundle: BundleArgument, json: JsonOption = None) -> None:
     figures = describe(plan)
     show_card_line(bundle, figures)
     show_steps(plan)
+    _show_reasons(plan)
     ring = figures["parameters"]
     out.print(
         f"\nParameters: N = {ring['N']}, log2 q = {ring['log2_q']}, at least {ring['security_bits']} bits of security "
@@ -173,6 +184,19 @@ def show_steps(plan: Plan) -> None:
     out.print(steps)
 
 
+def _show_reasons(plan: Plan) -> None:
+    """Print why every operator is where it is."""
+    from heinfer.plan import NodeStep
+
+    reasons = table("where", "operator", "why", title="\nWhy there")
+    for step in plan.steps:
+        held = [("node", step)] if isinstance(step, NodeStep) else [("server", plan.blocks[i]) for i in step.blocks]
+        for where, holder in held:
+            for operator, reason in zip(holder.operators, holder.reasons, strict=True):
+                reasons.add_row(where, operator, reason)
+    out.print(reasons)
+
+
 def describe(plan: Plan) -> dict[str, Any]:
     """Return the figures of a plan."""
     from heinfer.client.evaluation import ring_figures
@@ -186,7 +210,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "prepared": _prepared_figures(plan) if plan.has_prepared_mode else None,
         "bytes": {str(samples): forecast_bytes(plan, samples) for samples in (1, plan.ring.degree)},
         "steps": [
-            {"where": "node", "operators": list(s.operators)}
+            {"where": "node", "operators": list(s.operators), "reasons": list(s.reasons)}
             if isinstance(s, NodeStep)
             else {"where": "server", "blocks": list(s.blocks)}
             for s in plan.steps
@@ -194,6 +218,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "blocks": [
             {
                 "operators": list(b.operators),
+                "reasons": list(b.reasons),
                 "values_up": b.input_rows,
                 "values_down": b.output_rows,
                 "multiply_adds": b.program.multiply_adds(),

@@ -67,12 +67,14 @@ class NodeStep:
         inputs: tensors it reads.
         outputs: tensors it makes.
         operators: what it holds, "name (type)" each, for people.
+        reasons: why each of them is here, for people.
     """
 
     model: FileName
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     operators: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
     kind: Literal["node"] = "node"
 
 
@@ -127,6 +129,7 @@ class Block:
         operators: what it holds, "name (type)" each, for people.
         unit_bound: error bound for inputs of magnitude at most 1.
         prepared: how it runs in prepared mode; None where it can't.
+        reasons: why each operator is here, for people.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -137,6 +140,7 @@ class Block:
     operators: tuple[str, ...]
     unit_bound: Annotated[float, Field(ge=0)]
     prepared: PreparedInfo | None
+    reasons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check that tensors and program agree.
@@ -179,7 +183,7 @@ class Plan:
     steps: tuple[PlanStep, ...]
     blocks: tuple[Block, ...]
     digests: Digests
-    format_version: Literal[2] = 2
+    format_version: Literal[3] = 3
 
     def __post_init__(self) -> None:
         """Check that every tensor is made before it is read, once, and every block runs once.

@@ -117,10 +117,11 @@ def follow_weights(path: Path, parameters: RingParameters) -> Draft:
         if lowered[node].emit is not None and not lowered[node].placement.pinned_to_server and all(encrypted):
             sides[node] = Side.AFTER_WEIGHTS
     groups, blocks = group(model, lowered, sides), []
+    reasons = dict.fromkeys(model.graph, "placed by this test")
     for found in groups:
         if found.on_server:
-            blocks.append(build_block(len(blocks), found, lowered, sides, shapes, parameters))
-    result = draft(imported, groups, blocks, shapes, parameters)
+            blocks.append(build_block(len(blocks), found, lowered, sides, shapes, parameters, reasons))
+    result = draft(imported, groups, blocks, shapes, parameters, reasons)
     verify(result, imported.content)
     return result
 

@@ -187,7 +187,7 @@ def test_evaluate_other_model_in_reference_is_refused(copy: Path, tmp_path: Path
     assert "not the model" in refusal("evaluate", copy, "--data", tmp_path / "data.npz")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format_version": 2}', "\x00\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format_version": 3}', "\x00\xff"])
 def test_inspect_plan_that_is_none_is_refused(copy: Path, text: str) -> None:
     (copy / "plan.json").write_bytes(text.encode("latin-1"))
     assert "not a plan" in refusal("inspect", copy)

@@ -140,3 +140,13 @@ def test_second_input_with_a_first_axis_of_one_is_taken_as_a_batch(tmp_path: Pat
     )
     found = check(model, tmp_path)
     assert [t.shape for t in found.plan.inputs] == [(4, 6), (4,)]
+
+
+@pytest.mark.parametrize("same", ["Identity (y)", "Pad (y, none)", "Reshape (y, shape)"])
+def test_results_that_are_equal_keep_their_names(same: str, tmp_path: Path) -> None:
+    constants = {"w": weights(4, 3), "none": np.zeros(4, np.int64), "shape": np.array([0, 3])}
+    found = check(
+        graph(f"g (float[n,4] x) => (float y, float z) {{ y = MatMul (x, w) z = {same} }}", constants), tmp_path
+    )
+    assert [t.name for t in found.plan.outputs] == ["y", "z"]
+    assert found.on_server == [["MatMul"]]
