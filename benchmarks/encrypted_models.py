@@ -43,11 +43,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             heinfer.partition(model, Path(folder) / "bundle")
             report = heinfer.evaluate(Path(folder) / "bundle", samples, labels)
-        results[name] = report.to_dict()
+        results[name], costs = report.to_dict(), report.costs
         print(
-            f"{name}: {report.samples} samples in {report.seconds:.1f} s, accuracy {report.accuracy_plain:.2%} plain, "
+            f"{name}: {report.samples} samples in {costs.seconds:.1f} s, accuracy {report.accuracy_plain:.2%} plain, "
             f"{report.accuracy_encrypted:.2%} encrypted, agreement {report.agreement:.2%}, largest error "
-            f"{report.max_abs_error:.1e}, one query {report.latency_s:.2f} s ({report.machine}, {report.cores} cores)",
+            f"{report.max_abs_error:.1e}, one query {costs.latency_s:.2f} s ({report.machine}, {report.cores} cores)",
             flush=True,
         )
     if arguments.json is not None:

@@ -8,21 +8,18 @@ All cryptography has been done: what is left is an addition each way. Every samp
 from __future__ import annotations
 
 import time
-from math import prod
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.errors import LocalProtocolError, RemoteProtocolError
-from heinfer.operators.plain import evaluate_step
 from heinfer.plan import NodeBundle
 from heinfer.ring import pack, packed_bytes, unpack
 from heinfer.wire import Mode
 from trusted_node.link import LinkSession
 from trusted_node.preparation import PreparedQuery
 from trusted_node.results import BlockResult, finish_outputs
-from trusted_node.scaling import scale_samples
+from trusted_node.scaling import prepared_values, scale_samples
 from trusted_node.statistics import QueryStatistics
 
 
@@ -64,7 +61,7 @@ class PreparedUpload:
         plan, form = self._bundle.plan, self._hints.form
         samples = len(values[0])
         self._scales = scale_samples(values, plan.blocks[self._index].row_sum, plan.ring.parameters, peaks)
-        x, scale = self._gathered(values)
+        x, scale = prepared_values(form, self._hints.maps, self._scales)
         parts, first = [], 0
         for query in self._queries:
             last = first + query.samples
@@ -117,18 +114,3 @@ class PreparedUpload:
 
     def wipe(self) -> None:
         """Nothing: masks and corrections are wiped by their use, or with the query that owns them."""
-
-    def _gathered(self, values: list[NDArray[np.float32]]) -> tuple[NDArray[Any], NDArray[np.float64]]:
-        """Return what the uploaded values are gathered from, and its scale; the block's front steps run here."""
-        form, samples = self._hints.form, len(values[0])
-        if not form.front:
-            flat = [x.reshape(samples, prod(x.shape[1:])) for x in values]
-            joined = flat[0] if len(flat) == 1 else np.concatenate(flat, axis=1)
-            return np.ascontiguousarray(joined), self._scales.scale
-        # Sums of integers below q / 2 in magnitude: exact in float64.
-        shaped = [self._scales.scale.reshape(-1, *([1] * (x.ndim - 1))) for x in values]
-        made = [np.rint(x.astype(np.float64) * scale) for x, scale in zip(values, shaped, strict=True)]
-        for step in form.front:
-            made.append(evaluate_step(step, self._hints.maps, made))
-        joined = np.concatenate([made[v].reshape(samples, -1) for v in form.gathered], axis=1)
-        return joined, np.ones(samples)

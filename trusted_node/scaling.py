@@ -1,14 +1,21 @@
-"""The scale of each sample of an upload, and what its error bound needs: found once, used by uploads and simulation."""
+"""The scale of each sample of an upload, and what its error bound needs: found once, used by uploads and simulation.
+
+What is scaled are the block's inputs, joined; in prepared mode they pass through the block's front steps first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from heinfer.operators import PreparedForm
+from heinfer.operators.plain import evaluate_step
+from heinfer.operators.prepared import Maps
 from heinfer.ring import RingParameters, RowNorms, input_scale, kernel
 
 
@@ -78,3 +85,30 @@ def scale_samples(
     found = [sample_peaks(x) for x in values] if peaks is None else peaks
     peak = np.max(found, axis=0) if len(found) > 1 else found[0]
     return SampleScales(input_scale(peak, row_sum, parameters), peak, tuple(values))
+
+
+def join_values(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Join the tensors of an upload, shape (samples, *shape) each, to one C-contiguous array (samples, elements)."""
+    flat = [x.reshape(len(x), prod(x.shape[1:])) for x in values]
+    return np.ascontiguousarray(flat[0] if len(flat) == 1 else np.concatenate(flat, axis=1))
+
+
+def prepared_values(form: PreparedForm, maps: Maps, scales: SampleScales) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    """Return what the values of a prepared upload are gathered from; the block's front steps run here.
+
+    Args:
+        form: how the block is cut.
+        maps: index maps of the front steps.
+        scales: of the upload.
+
+    Returns:
+        Values of shape (samples, elements), and what they are multiplied with before rounding, shape (samples,).
+    """
+    if not form.front:
+        return join_values(scales.values), scales.scale
+    # Sums of integers below q / 2 in magnitude: exact in float64.
+    shaped = [scales.scale.reshape(-1, *([1] * (x.ndim - 1))) for x in scales.values]
+    made = [np.rint(x.astype(np.float64) * scale) for x, scale in zip(scales.values, shaped, strict=True)]
+    for step in form.front:
+        made.append(evaluate_step(step, maps, made))
+    return join_values([made[v] for v in form.gathered]), np.ones(len(scales.scale))

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heinfer.cli.screen import BundleArgument, JsonOption, ModeOption, duration, out, progress, size, table, write_json
+from heinfer.cli.screen import BundleArgument, JsonOption, ModeOption, out, progress, table, write_json
+from heinfer.units import duration, rate, size
 
 if TYPE_CHECKING:
-    from heinfer.client.report import Report
+    from heinfer.client.report import BlockReport, Costs, Report
     from heinfer.plan import Plan, Reference
 
 
@@ -30,6 +31,12 @@ def evaluate_command(
         Path | None, typer.Option("--model", metavar="MODEL", help="The model, for a bundle made with --no-reference.")
     ] = None,
     mode: ModeOption = "auto",
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Encrypt nothing: the same integers and noise, for studies of precision.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="PATH", help="Write the report as a page for a browser.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Compare a model under encryption with the same model in the clear: accuracy, error, time, bytes."""
@@ -43,8 +50,12 @@ def evaluate_command(
         out.print(note)
     reference = None if model is None else _reference_of(model, plan)
     with progress() as tell:
-        report = evaluate(bundle, loaded.x, loaded.y, reference=reference, mode=mode, progress=tell)
+        report = evaluate(bundle, loaded.x, loaded.y, reference=reference, mode=mode, simulate=simulate, progress=tell)
     show(report)
+    if html is not None:
+        from heinfer.client.page import write_page
+
+        write_page(html, report, plan)
     write_json(json, report.to_dict())
 
 
@@ -69,52 +80,60 @@ def _reference_of(model: Path, plan: Plan) -> Reference:
 
 def show(report: Report) -> None:
     """Print a report."""
-    figures = table("", "plain", "encrypted", title=f"{report.model}: {report.samples} samples", right=(1, 2))
+    costs, other = report.costs, "simulated" if report.simulated else "encrypted"
+    figures = table("", "plain", other, title=f"{report.model}: {report.samples} samples", right=(1, 2))
     if report.accuracy_plain is not None and report.accuracy_encrypted is not None:
         figures.add_row("accuracy", f"{report.accuracy_plain:.2%}", f"{report.accuracy_encrypted:.2%}")
-    figures.add_row("seconds", f"{report.plain_s:.2f}", f"{report.seconds:.2f}")
-    out.print(figures)
+    if costs is not None:
+        figures.add_row("seconds", f"{report.plain_s:.2f}", f"{costs.seconds:.2f}")
+    if figures.row_count:
+        out.print(figures)
     if report.agreement is not None:
         out.print(f"agreement {report.agreement:.2%} ({len(report.disagreements)} samples differ in top-1)")
     for found in report.disagreements[:10]:
-        out.print(f"  sample {found.sample}: plain {found.plain}, encrypted {found.encrypted}, gap {found.gap:.1e}")
+        out.print(f"  sample {found.sample}: plain {found.plain}, {other} {found.encrypted}, gap {found.gap:.1e}")
     out.print(
         f"error: largest {report.max_abs_error:.1e}, mean {report.mean_abs_error:.1e}, end-to-end estimate "
         f"{report.error_estimate:.1e}, bound of the last block {report.error_bound:.1e}"
     )
-    out.print(
-        f"{rate(report.images_per_s)} samples/s in {report.mode} mode, {report.rounds} rounds, "
-        f"{size(report.bytes_up)} up, {size(report.bytes_down)} down"
-    )
-    prepared = "" if report.preparation_s is None else f", prepared before in {duration(report.preparation_s)}"
-    out.print(f"one query: {duration(report.latency_s)} in {report.latency_mode} mode{prepared}")
+    if costs is None:
+        out.print(f"simulated, nothing was encrypted: {report.mode} mode, {report.rounds} rounds")
+    else:
+        _show_costs(report, costs)
     out.print(_block_table(report))
     ring = report.parameters
-    memory = ", ".join(f"{name} {size(peak)}" for name, peak in report.peak_memory_bytes.items() if peak is not None)
     out.print(f"N = {ring['N']}, log2 q = {ring['log2_q']}, at least {ring['security_bits']} bits of security")
-    out.print(f"peak memory: {memory or 'unknown'}; {report.machine}, {report.cores} cores")
+    if costs is not None:
+        peaks = costs.peak_memory_bytes.items()
+        memory = ", ".join(f"{name} {size(peak)}" for name, peak in peaks if peak is not None)
+        out.print(f"peak memory: {memory or 'unknown'}; {report.machine}, {report.cores} cores")
 
 
-def rate(per_second: float) -> str:
-    """Return a rate with two digits at least."""
-    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2g}"
+def _show_costs(report: Report, costs: Costs) -> None:
+    out.print(
+        f"{rate(costs.images_per_s)} samples/s in {report.mode} mode, {report.rounds} rounds, "
+        f"{size(costs.bytes_up)} up, {size(costs.bytes_down)} down"
+    )
+    prepared = "" if costs.preparation_s is None else f", prepared before in {duration(costs.preparation_s)}"
+    out.print(f"one query: {duration(costs.latency_s)} in {costs.latency_mode} mode{prepared}")
 
 
 def _block_table(report: Report) -> object:
-    blocks = table(
-        "block", "operators", "node s", "server s", "wire s", "up", "down", "error", "bound",
-        title=f"\nBlocks (errors on {report.traced_samples} samples)", right=(2, 3, 4, 5, 6, 7, 8),
-    )  # fmt: skip
+    columns = ["block", "operators"]
+    if report.costs is not None:
+        columns += ["node s", "server s", "wire s", "up", "down"]
+    columns += ["error", "bound"]
+    title = f"\nBlocks (errors on {report.traced_samples} samples)"
+    blocks = table(*columns, title=title, right=tuple(range(2, len(columns))))
     for block in report.blocks:
-        blocks.add_row(
-            str(block.block),
-            ", ".join(block.operators),
-            f"{block.node_s:.2f}",
-            f"{block.server_s:.2f}",
-            f"{block.wire_s:.2f}",
-            size(block.bytes_up),
-            size(block.bytes_down),
-            f"{block.measured_error:.1e}",
-            f"{block.error_bound:.1e}",
-        )
+        errors = (f"{block.measured_error:.1e}", f"{block.error_bound:.1e}")
+        blocks.add_row(str(block.block), ", ".join(block.operators), *_cost_cells(block), *errors)
     return blocks
+
+
+def _cost_cells(block: BlockReport) -> tuple[str, ...]:
+    costs = block.costs
+    if costs is None:
+        return ()
+    seconds = (f"{amount:.2f}" for amount in (costs.node_s, costs.server_s, costs.wire_s))
+    return (*seconds, size(costs.bytes_up), size(costs.bytes_down))

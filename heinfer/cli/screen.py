@@ -14,6 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from heinfer.units import duration as duration
+from heinfer.units import size as size
+
 #: Columns where output goes to a file or a pipe: tables stay whole.
 _FILE_COLUMNS = 132
 out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _FILE_COLUMNS)
@@ -44,20 +47,6 @@ def table(*columns: str, title: str | None = None, right: tuple[int, ...] = ()) 
     for position, name in enumerate(columns):
         result.add_column(name, justify="right" if position in right else "left", overflow="fold")
     return result
-
-
-def size(amount: float) -> str:
-    """Return bytes with a decimal unit."""
-    for unit in ("B", "KB", "MB"):
-        if amount < 1000:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.2f} GB"
-
-
-def duration(seconds: float) -> str:
-    """Return a time with a unit that suits it."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 @contextmanager

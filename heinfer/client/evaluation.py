@@ -3,13 +3,15 @@
 x --> onnxruntime, the original model -----------------------> plain outputs -+
 x --> node --> server --> node, in groups of N samples ------> outputs -------+--> Report
                     values around every block, first samples ----> errors, bounds +
+
+Or plain beside simulated: the same integers and the same noise in this process, nothing encrypted, no costs.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +20,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from heinfer.client.comparison import compare_outputs, report_block
 from heinfer.client.data import fit
 from heinfer.client.environment import machine_name, versions
 from heinfer.client.local import LocalModel, local, peak_memory_bytes
-from heinfer.client.report import BlockReport, Disagreement, Report
+from heinfer.client.report import BlockCosts, Costs, Report
 from heinfer.errors import InputError
-from heinfer.plan import Plan, Reference, load_node, load_reference, load_server, read_bundle_plan
+from heinfer.plan import (
+    NodeBundle,
+    Plan,
+    Reference,
+    ServerBundle,
+    load_node,
+    load_reference,
+    load_server,
+    read_bundle_plan,
+)
 from heinfer.plan.execution import open_original
 from heinfer.processes import core_count
-from trusted_node.simulation import estimate_error
+from trusted_node.modes import ModeChoice
+from trusted_node.simulation import Simulator, estimate_error
 
 #: Queries in flight: the node works on as many groups.
 QUERIES_IN_FLIGHT = 3
@@ -46,6 +59,7 @@ def evaluate(
     *,
     reference: Reference | None = None,
     mode: str = "auto",
+    simulate: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Evaluate a bundle.
@@ -56,11 +70,12 @@ def evaluate(
         labels: one class a sample.
         reference: the original model; read from the bundle where None.
         mode: "auto", "standard" or "prepared".
+        simulate: encrypt nothing: run the same integer arithmetic with sampled noise in this process.
         progress: called with (phase, done, total) as work advances.
 
     Raises:
         PlanError: the bundle is incomplete, or has no reference.
-        InputError: the data don't fit.
+        InputError: the data don't fit, or what is simulated makes a value that is not finite.
         QueryFailedError: node or server failed.
     """
     folder = Path(bundle)
@@ -80,44 +95,87 @@ def evaluate(
     node, server = load_node(folder / "node"), load_server(folder / "server")
     estimate = estimate_error(node, server, reference, {plan.inputs[0].name: traced})
     tell("estimate", 1, 1)
-    with local(folder, allow_trace=True, mode=mode) as model:
-        run = _run_encrypted(model, plan, x, tell)
-        latency = _measure_latency(model, x[:1], tell)
-        server_role, node_role = model.roles
-        memory = {"server": server_role.peak_memory_bytes(), "node": node_role.peak_memory_bytes()}
-        start_s = model.start_s
-    memory["client"] = own_peak_memory_bytes()
+    if simulate:
+        run = _run_simulated(node, server, x, ModeChoice(mode), tell)
+    else:
+        run = _run_encrypted(folder, plan, x, mode, tell)
     return Report(
         model=plan.model.name,
         mode=run.mode,
+        simulated=simulate,
         samples=len(x),
-        **_compare(plain, run.outputs, labels),
+        **compare_outputs(plain, run.outputs, labels),
         error_bound=run.error_bound,
         error_estimate=estimate,
-        seconds=run.seconds,
-        images_per_s=len(x) / run.seconds,
-        latency_s=latency.seconds,
-        latency_mode=latency.mode,
-        preparation_s=latency.preparation_s,
-        prepared_query_bytes=prepared_query_bytes(plan) if latency.mode == "prepared" else None,
-        start_s=start_s,
         plain_s=plain_s,
-        bytes_up=sum(b["bytes_up"] for b in run.blocks),
-        bytes_down=sum(b["bytes_down"] for b in run.blocks),
+        costs=run.costs,
         rounds=plan.rounds,
-        node_operators_s=run.node_s,
-        blocks=[_report_block(plan, i, costs, reference, run.trace) for i, costs in enumerate(run.blocks)],
+        blocks=[report_block(plan, i, costs, reference, run.trace) for i, costs in enumerate(run.blocks)],
         traced_samples=len(traced),
         parameters=ring_figures(plan),
-        peak_memory_bytes=memory,
         versions=versions(),
         machine=machine_name(),
         cores=core_count(),
     )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Run:
+    """Outputs and trace of all samples; `costs` and those of `blocks` are None in a simulation."""
+
+    outputs: NDArray[Any]
+    mode: str
+    error_bound: float
+    costs: Costs | None
+    blocks: Sequence[BlockCosts | None]
+    trace: dict[str, NDArray[Any]]
+
+
+def _run_simulated(node: NodeBundle, server: ServerBundle, x: NDArray[Any], choice: ModeChoice, tell: Progress) -> _Run:
+    plan = node.plan
+    tell("simulated", 0, len(x))
+    result = Simulator(node, server, choice).run(
+        {plan.inputs[0].name: x}, TRACED_SAMPLES, lambda done: tell("simulated", done, len(x))
+    )
+    statistics = result.statistics
+    outputs = result.outputs[plan.outputs[0].name]
+    return _Run(outputs, statistics.mode, statistics.error_bound, None, [None] * len(plan.blocks), result.trace)
+
+
+def _run_encrypted(folder: Path, plan: Plan, x: NDArray[Any], mode: str, tell: Progress) -> _Run:
+    with local(folder, allow_trace=True, mode=mode) as model:
+        queries = _run_queries(model, plan, x, tell)
+        latency = _measure_latency(model, x[:1], tell)
+        server_role, node_role = model.roles
+        memory = {"server": server_role.peak_memory_bytes(), "node": node_role.peak_memory_bytes()}
+        start_s = model.start_s
+    memory["client"] = own_peak_memory_bytes()
+    blocks = [_block_costs(totals) for totals in queries.blocks]
+    costs = Costs(
+        seconds=queries.seconds,
+        images_per_s=len(x) / queries.seconds,
+        latency_s=latency.seconds,
+        latency_mode=latency.mode,
+        preparation_s=latency.preparation_s,
+        prepared_query_bytes=prepared_query_bytes(plan) if latency.mode == "prepared" else None,
+        start_s=start_s,
+        bytes_up=sum(block.bytes_up for block in blocks),
+        bytes_down=sum(block.bytes_down for block in blocks),
+        node_operators_s=queries.node_s,
+        peak_memory_bytes=memory,
+    )
+    return _Run(queries.outputs, queries.mode, queries.error_bound, costs, blocks, queries.trace)
+
+
+def _block_costs(totals: dict[str, Any]) -> BlockCosts:
+    names = ("server_s", "wire_s", "ciphertexts_up", "ciphertexts_down", "bytes_up", "bytes_down")
+    return BlockCosts(node_s=totals["encrypt_s"] + totals["decrypt_s"], **{name: totals[name] for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class _Queries:
+    """Answers to all queries, and what they cost together."""
+
     outputs: NDArray[Any]
     mode: str
     seconds: float
@@ -127,7 +185,7 @@ class _Run:
     trace: dict[str, NDArray[Any]]
 
 
-def _run_encrypted(model: LocalModel, plan: Plan, x: NDArray[Any], tell: Progress) -> _Run:
+def _run_queries(model: LocalModel, plan: Plan, x: NDArray[Any], tell: Progress) -> _Queries:
     """Send all samples, N at a time, several queries in flight; the first query also traces its leading samples."""
     degree = plan.ring.degree
     starts = range(0, len(x), degree)
@@ -161,7 +219,7 @@ def _run_encrypted(model: LocalModel, plan: Plan, x: NDArray[Any], tell: Progres
                 future.cancel()
     seconds = time.perf_counter() - started
     outputs = np.concatenate([parts[s] for s in starts])
-    return _Run(outputs, statistics["mode"], seconds, bound, node_s, totals, trace)
+    return _Queries(outputs, statistics["mode"], seconds, bound, node_s, totals, trace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,51 +262,6 @@ def run_reference(content: bytes, x: NDArray[Any], advance: Callable[[int], None
         if start % 256 == 0:
             advance(min(start + 256, len(x)))
     return np.concatenate(parts)
-
-
-def _compare(plain: NDArray[Any], encrypted: NDArray[Any], labels: NDArray[Any] | None) -> dict[str, Any]:
-    """Compare outputs; the fields of `Report` that come of it."""
-    want, got = (a.reshape(len(a), -1).astype(np.float64) for a in (plain, encrypted))
-    error = np.abs(got - want)
-    figures: dict[str, Any] = {"max_abs_error": float(error.max()), "mean_abs_error": float(error.mean())}
-    if want.shape[1] < 2:
-        return {**figures, "agreement": None, "disagreements": [], "accuracy_plain": None, "accuracy_encrypted": None}
-    top_plain, top_encrypted = want.argmax(axis=1), got.argmax(axis=1)
-    different = np.flatnonzero(top_plain != top_encrypted)
-    figures["agreement"] = 1 - len(different) / len(want)
-    figures["disagreements"] = [
-        Disagreement(
-            int(i), int(top_plain[i]), int(top_encrypted[i]), float(want[i, top_plain[i]] - want[i, top_encrypted[i]])
-        )
-        for i in different
-    ]
-    figures["accuracy_plain"] = None if labels is None else float(np.mean(top_plain == labels))
-    figures["accuracy_encrypted"] = None if labels is None else float(np.mean(top_encrypted == labels))
-    return figures
-
-
-def _report_block(
-    plan: Plan, index: int, costs: dict[str, Any], reference: Reference, trace: dict[str, NDArray[Any]]
-) -> BlockReport:
-    block = plan.blocks[index]
-    inputs = [trace[f"trace/{index}/input/{i}"].astype(np.float64) for i in range(len(block.inputs))]
-    expected = reference.evaluate_block(index, inputs)
-    measured = bounded = quotient = 0.0
-    for position, want in enumerate(expected):
-        error = np.abs(trace[f"trace/{index}/output/{position}"] - want)
-        bound = trace[f"trace/{index}/bound/{position}"].astype(np.float64)
-        measured, bounded = max(measured, float(error.max())), max(bounded, float(bound.max()))
-        quotient = max(quotient, float((error / np.maximum(bound, np.finfo(np.float64).tiny)).max()))
-    names = ("server_s", "wire_s", "ciphertexts_up", "ciphertexts_down", "bytes_up", "bytes_down")
-    return BlockReport(
-        block=index,
-        operators=list(block.operators),
-        node_s=costs["encrypt_s"] + costs["decrypt_s"],
-        **{name: costs[name] for name in names},
-        measured_error=measured,
-        error_bound=bounded,
-        error_to_bound=quotient,
-    )
 
 
 def ring_figures(plan: Plan) -> dict[str, int]:

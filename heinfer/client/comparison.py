@@ -1,0 +1,76 @@
+"""How close an evaluation came: outputs beside the plain model's, blocks beside float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heinfer.client.report import BlockCosts, BlockReport, Disagreement
+from heinfer.plan import Plan, Reference
+
+
+def compare_outputs(plain: NDArray[Any], encrypted: NDArray[Any], labels: NDArray[Any] | None) -> dict[str, Any]:
+    """Compare outputs.
+
+    Args:
+        plain: of the original model, samples first.
+        encrypted: encrypted or simulated, same shape.
+        labels: the true classes, where they are known.
+
+    Returns:
+        The fields of `Report` that come of it.
+    """
+    want, got = (a.reshape(len(a), -1).astype(np.float64) for a in (plain, encrypted))
+    error = np.abs(got - want)
+    figures: dict[str, Any] = {"max_abs_error": float(error.max()), "mean_abs_error": float(error.mean())}
+    if want.shape[1] < 2:
+        return {**figures, "agreement": None, "disagreements": [], "accuracy_plain": None, "accuracy_encrypted": None}
+    top_plain, top_encrypted = want.argmax(axis=1), got.argmax(axis=1)
+    different = np.flatnonzero(top_plain != top_encrypted)
+    figures["agreement"] = 1 - len(different) / len(want)
+    figures["disagreements"] = [
+        Disagreement(
+            sample=int(i),
+            plain=int(top_plain[i]),
+            encrypted=int(top_encrypted[i]),
+            gap=float(want[i, top_plain[i]] - want[i, top_encrypted[i]]),
+            label=None if labels is None else int(labels[i]),
+        )
+        for i in different
+    ]
+    figures["accuracy_plain"] = None if labels is None else float(np.mean(top_plain == labels))
+    figures["accuracy_encrypted"] = None if labels is None else float(np.mean(top_encrypted == labels))
+    return figures
+
+
+def report_block(
+    plan: Plan, index: int, costs: BlockCosts | None, reference: Reference, trace: dict[str, NDArray[Any]]
+) -> BlockReport:
+    """Compare a block's traced outputs with a float64 evaluation on the traced inputs.
+
+    Args:
+        plan: the plan.
+        index: of the block.
+        costs: over all samples; None in a simulation.
+        reference: the real weights.
+        trace: as `trusted_node.engine.Engine.infer` names it.
+    """
+    block = plan.blocks[index]
+    inputs = [trace[f"trace/{index}/input/{i}"].astype(np.float64) for i in range(len(block.inputs))]
+    expected = reference.evaluate_block(index, inputs)
+    measured = bounded = quotient = 0.0
+    for position, want in enumerate(expected):
+        error = np.abs(trace[f"trace/{index}/output/{position}"] - want)
+        bound = trace[f"trace/{index}/bound/{position}"].astype(np.float64)
+        measured, bounded = max(measured, float(error.max())), max(bounded, float(bound.max()))
+        quotient = max(quotient, float((error / np.maximum(bound, np.finfo(np.float64).tiny)).max()))
+    return BlockReport(
+        block=index,
+        operators=list(block.operators),
+        costs=costs,
+        measured_error=measured,
+        error_bound=bounded,
+        error_to_bound=quotient,
+    )
