@@ -2,26 +2,24 @@
 
 Prepared mode needs hints for every block, and takes one sample as well as many: about 1 ms of one core for a LeNet-5
 sample, where standard mode takes 1.8 ms a sample in full batches of N and as long for one as for all of them. Where a
-bundle has hints for batches, full batches cost a fraction of either. `auto` takes what the forecast says is fastest.
+bundle has hints for batches, full batches cost a fraction of either. `auto` takes what the forecast says is fastest,
+preparation included (`heinfer.plan.forecast`), on this machine where its constants were measured.
 """
 
 from __future__ import annotations
 
 import enum
+from functools import cache, lru_cache
 from typing import Final
 
 from heinfer.errors import InputError
-from heinfer.operators import HintKind
-from heinfer.plan import Block, Plan
+from heinfer.plan import Plan
+from heinfer.plan.forecast import ModeName, forecast
+from heinfer.plan.machine import Machine, read_machine
 from heinfer.wire import Mode
 
-# Seconds of one core, measured on an AMD EPYC at 2.4 GHz by benchmarks/prepared_queries.py and
-# benchmarks/encrypted_models.py.
-_NTT_S: Final = 5.5e-10  # a coefficient of a polynomial times secret, and a level of the transform
-_DENSE_S: Final = 2.5e-10  # a residue of a dense hint
-_VALUE_S: Final = 1.5e-8  # a value: noise, mask, packing, both ways
-_SEAL_S: Final = 2.2e-7  # a coefficient of a ciphertext that SEAL encrypts or decrypts
-_PRODUCT_S: Final = 1.2e-10  # a multiply-add of the server, both limbs
+#: What forecasts call the modes.
+NAMES: Final[dict[Mode, ModeName]] = {Mode.STANDARD: "standard", Mode.PREPARED: "prepared", Mode.BATCH: "batch"}
 
 
 class ModeChoice(enum.Enum):
@@ -42,56 +40,65 @@ def choose_mode(plan: Plan, choice: ModeChoice, samples: int, batch: bool = Fals
         batch: whether there are hints for batches.
 
     Raises:
-        InputError: prepared mode is asked for, and the plan has none.
+        InputError: prepared mode is asked for, and the plan has none; or the file of this machine's constants is
+            needed and can't be read.
     """
+    modes = candidates(plan, choice, batch)
+    if len(modes) == 1:
+        return modes[0]
+    forecasts = {Mode.PREPARED: forecast_prepared, Mode.BATCH: forecast_batch, Mode.STANDARD: forecast_standard}
+    seconds = {mode: forecasts[mode](plan, samples) for mode in modes}
+    return min(modes, key=seconds.__getitem__)
+
+
+def candidates(plan: Plan, choice: ModeChoice, batch: bool) -> list[Mode]:
+    """Return the modes that a choice leaves open. Arguments and errors as for `choose_mode`."""
     if choice is ModeChoice.STANDARD:
-        return Mode.STANDARD
+        return [Mode.STANDARD]
     if not plan.has_prepared_mode:
         if choice is ModeChoice.PREPARED:
             raise InputError("this plan has no prepared mode: a block's planes are too wide; use --mode standard")
-        return Mode.STANDARD
-    forecasts = {Mode.PREPARED: forecast_prepared(plan, samples)}
-    if batch:
-        forecasts[Mode.BATCH] = forecast_batch(plan, samples)
-    if choice is ModeChoice.AUTO:
-        forecasts[Mode.STANDARD] = forecast_standard(plan, samples)
-    return min(forecasts, key=lambda mode: forecasts[mode])
+        return [Mode.STANDARD]
+    modes = [Mode.PREPARED, *([Mode.BATCH] if batch else [])]
+    return modes if choice is ModeChoice.PREPARED else [*modes, Mode.STANDARD]
 
 
 def forecast_prepared(plan: Plan, samples: int) -> float:
-    """Return the seconds of one core that a query takes in prepared mode, preparation included."""
-    return samples * sum(_prepared_sample(block) for block in plan.blocks)
+    """Return the seconds that a query takes in prepared mode, preparation included."""
+    return _seconds(_Same(plan), "prepared", samples)
 
 
 def forecast_standard(plan: Plan, samples: int) -> float:
-    """Return the seconds of one core that a query takes in standard mode."""
-    degree = plan.ring.degree
-    groups = -(-samples // degree)
-    ciphertexts = sum(block.input_rows + block.output_rows for block in plan.blocks)
-    products = sum(block.program.multiply_adds() for block in plan.blocks)
-    return groups * (ciphertexts * degree * _SEAL_S + products * degree * _PRODUCT_S) + samples * products * _PRODUCT_S
+    """Return the seconds that a query takes in standard mode."""
+    return _seconds(_Same(plan), "standard", samples)
 
 
 def forecast_batch(plan: Plan, samples: int) -> float:
-    """Return the seconds of one core that a query takes with hints for batches."""
-    degree = plan.ring.degree
-    groups, levels = -(-samples // degree), degree.bit_length() - 1
-    values = sum(block.input_rows + block.output_rows for block in plan.blocks)
-    products = sum(block.program.multiply_adds() for block in plan.blocks)
-    return groups * values * degree * levels * _NTT_S + samples * (values * _VALUE_S + products * _PRODUCT_S)
+    """Return the seconds that a query takes with hints for batches."""
+    return _seconds(_Same(plan), "batch", samples)
 
 
-def _prepared_sample(block: Block) -> float:
-    prepared = block.prepared
-    assert prepared is not None  # the plan has prepared mode
-    residues = prepared.hint_bytes / 6.25
-    levels = prepared.degree.bit_length() - 1
-    kinds = set(prepared.hints)
-    products = residues * (_DENSE_S if kinds == {HintKind.DENSE} else levels * _NTT_S)
-    masks = prepared.ciphertexts * prepared.degree * levels * _NTT_S
-    return (
-        products
-        + masks
-        + (prepared.values_up + prepared.values_down) * _VALUE_S
-        + block.program.multiply_adds() * _PRODUCT_S
-    )
+class _Same:
+    """A plan that is equal to itself alone: comparing plans takes longer than a query may wait."""
+
+    __slots__ = ("plan",)
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.plan is other.plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+
+@lru_cache(maxsize=64)
+def _seconds(same: _Same, mode: ModeName, samples: int) -> float:
+    return forecast(same.plan, mode, samples, _machine()).total_s
+
+
+@cache
+def _machine() -> Machine:
+    """Return the constants in use when this process first needs them."""
+    return read_machine()[0]
