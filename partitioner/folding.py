@@ -25,7 +25,7 @@ from onnxscript.rewriter.rules.common import (
     fuse_batchnorm_into_gemm_rule,
 )
 
-from partitioner.lowering import constant
+from partitioner.lowering import add_initialiser, constant, operand
 from partitioner.shapes import Shape, infer_shapes
 
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -71,8 +71,8 @@ def _fold_product(model: ir.Model, node: ir.Node, shapes: Mapping[str, Shape]) -
         node.outputs[0].replace_all_uses_with(value)
         return
     bias = _bias_between(producer, value)
-    weighted = producer if bias is None or producer is None else _operand(producer, 1 - bias).producer()
-    made = value if bias is None or producer is None else _operand(producer, 1 - bias)
+    weighted = producer if bias is None or producer is None else operand(producer, 1 - bias).producer()
+    made = value if bias is None or producer is None else operand(producer, 1 - bias)
     if weighted is None or not _producer_folds(weighted, made):
         return
     rows = _row_factors(weighted, factor, None if shape is None else len(shape) + 1)
@@ -90,17 +90,11 @@ def _bias_between(producer: ir.Node | None, value: ir.Value) -> int | None:
     """Return which operand of an Add or Sub in front of a product is constant; None if it is no such bias."""
     if producer is None or producer.op_type not in ("Add", "Sub") or len(list(value.uses())) != 1:
         return None
-    found = [i for i, operand in enumerate(producer.inputs) if constant(operand) is not None]
+    found = [i for i, value in enumerate(producer.inputs) if constant(value) is not None]
     if len(found) != 1 or value.is_graph_output() or (producer.op_type == "Sub" and found[0] == 0):
         return None
     array = constant(producer.inputs[found[0]])
     return found[0] if array is not None and array.dtype == np.float32 and np.all(np.isfinite(array)) else None
-
-
-def _operand(node: ir.Node, position: int) -> ir.Value:
-    value = node.inputs[position]
-    assert value is not None  # a required input, as the checker has verified
-    return value
 
 
 def _take_over(old: ir.Value, new: ir.Value) -> None:
@@ -222,7 +216,7 @@ def _scale_input(model: ir.Model, node: ir.Node, factor: NDArray[np.float64]) ->
 
 def _replace(model: ir.Model, node: ir.Node, position: int, array: NDArray[np.float64]) -> None:
     name = f"{node.name}.scaled.{position}.{len(model.graph.initializers)}"
-    node.replace_input_with(position, _initialiser(model, name, array.astype(np.float32)))
+    node.replace_input_with(position, add_initialiser(model, name, array.astype(np.float32)))
 
 
 def _untranspose_gemm(model: ir.Model) -> None:
@@ -249,7 +243,7 @@ def _split_gemm(model: ir.Model) -> None:
         assert graph is not None  # nodes of a model always have one
         beta = node.attributes.get_float("beta", 1.0)
         if beta != 1.0:
-            factor = _initialiser(model, f"{node.name}.beta", np.array(beta, np.float32))
+            factor = add_initialiser(model, f"{node.name}.beta", np.array(beta, np.float32))
             scaled = ir.Node("", "Mul", [added, factor], name=f"{node.name}.scaled")
             graph.insert_before(node, scaled)
             added = scaled.outputs[0]
@@ -267,10 +261,10 @@ def _swap_gemm(model: ir.Model, node: ir.Node, weights: NDArray[Any]) -> None:
     transposed_b = node.attributes.get_int("transB")
     activation = node.inputs[1] if transposed_b else _transpose(node, node.inputs[1])
     matrix = weights if not node.attributes.get_int("transA") else weights.T
-    operands = [activation, _initialiser(model, f"{node.name}.swapped", np.ascontiguousarray(matrix))]
+    operands = [activation, add_initialiser(model, f"{node.name}.swapped", np.ascontiguousarray(matrix))]
     if bias is not None:
         turned = np.ascontiguousarray(np.atleast_2d(bias).T)
-        operands.append(_initialiser(model, f"{node.name}.swapped_bias", turned))
+        operands.append(add_initialiser(model, f"{node.name}.swapped_bias", turned))
     attributes = [
         ir.AttrFloat32("alpha", node.attributes.get_float("alpha", 1.0)),
         ir.AttrFloat32("beta", node.attributes.get_float("beta", 1.0)),
@@ -294,10 +288,3 @@ def _transpose(node: ir.Node, value: ir.Value | None) -> ir.Value:
     assert graph is not None  # nodes of a model always have one
     graph.insert_before(node, transpose)
     return transpose.outputs[0]
-
-
-def _initialiser(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
-    value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(ir.DataType.FLOAT))
-    value.const_value = ir.tensor(array, name=name)
-    model.graph.initializers[name] = value
-    return value

@@ -119,6 +119,14 @@ def constant(value: ir.Value | None) -> NDArray[Any] | None:
     return value.const_value.numpy()
 
 
+def add_initialiser(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
+    """Add a float32 constant to a model; return its value."""
+    value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(ir.DataType.FLOAT))
+    value.const_value = ir.tensor(array, name=name)
+    model.graph.initializers[name] = value
+    return value
+
+
 def shift(builder: Builder, value: int, offset: NDArray[Any] | None) -> int:
     """Add an offset that broadcasts to the value's shape; none adds nothing."""
     if offset is None or not np.any(offset):

@@ -15,7 +15,7 @@ import onnx_ir.passes.common as common_passes
 from onnxscript.rewriter import rewrite
 from onnxscript.rewriter.rules.fusion._layer_norm import layer_normalization_rules
 
-from partitioner.lowering import constant
+from partitioner.lowering import add_initialiser, constant
 
 
 def fuse_normalisations(model: ir.Model) -> None:
@@ -51,7 +51,7 @@ def _fuse_groups(model: ir.Model, node: ir.Node) -> None:
         return
     operands = [
         source,
-        *(_initialiser(model, f"{node.name}.{name}", array) for name, array in (("scale", scale), ("bias", bias))),
+        *(add_initialiser(model, f"{node.name}.{name}", array) for name, array in (("scale", scale), ("bias", bias))),
     ]
     attributes = [
         ir.AttrFloat32("epsilon", node.attributes.get_float("epsilon", 1e-5)),
@@ -87,10 +87,3 @@ def _only_reader(value: ir.Value, operator: str) -> ir.Node | None:
     if len(uses) != 1 or value.is_graph_output() or uses[0].node.op_type != operator:
         return None
     return uses[0].node
-
-
-def _initialiser(model: ir.Model, name: str, array: np.ndarray) -> ir.Value:
-    value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(ir.DataType.FLOAT))
-    value.const_value = ir.tensor(array, name=name)
-    model.graph.initializers[name] = value
-    return value
