@@ -46,6 +46,9 @@ def _fuse_groups(model: ir.Model, node: ir.Node) -> None:
     shape = [d if isinstance(d, int) else -1 for d in source.shape]
     if len(shape) < 3 or after.outputs[0].shape != source.shape:
         return
+    grouped = before.outputs[0].shape
+    if grouped is None or list(grouped)[:2] != [shape[0], len(gains)]:
+        return  # the groups are of several samples, or not all of one
     scale, bias = _channel_constant(product, shape), _channel_constant(total, shape)
     if scale is None or bias is None:
         return

@@ -9,15 +9,18 @@ preparation included (`heinfer.plan.forecast`), on this machine where its consta
 from __future__ import annotations
 
 import enum
+import logging
+import os
 from functools import cache, lru_cache
 from typing import Final
 
 from heinfer.errors import InputError
 from heinfer.plan import Plan
 from heinfer.plan.forecast import ModeName, forecast
-from heinfer.plan.machine import Machine, read_machine
+from heinfer.plan.machine import VARIABLE, Machine, read_machine, shipped_machine
 from heinfer.wire import Mode
 
+logger = logging.getLogger(__name__)
 #: What forecasts call the modes.
 NAMES: Final[dict[Mode, ModeName]] = {Mode.STANDARD: "standard", Mode.PREPARED: "prepared", Mode.BATCH: "batch"}
 
@@ -100,5 +103,14 @@ def _seconds(same: _Same, mode: ModeName, samples: int) -> float:
 
 @cache
 def _machine() -> Machine:
-    """Return the constants in use when this process first needs them."""
-    return read_machine()[0]
+    """Return the constants in use when this process first needs them.
+
+    A node starts without them: a file that nobody named for it and that can't be used is said to be left out.
+    """
+    try:
+        return read_machine()[0]
+    except InputError as error:
+        if os.environ.get(VARIABLE):
+            raise
+        logger.warning("the mode is chosen by the shipped constants: %s", error)
+        return shipped_machine()

@@ -39,7 +39,8 @@ class ScaleConflictError(HeinferError):
 class _Rows:
     """Row norms of one value, each array of shape (1, *shape).
 
-    In front of the weights every element is one of the block's inputs, or zero: `origin` is its number, -1 for zero.
+    In front of the weights l1 counts the inputs that an element is the sum of. Where none are added, `origin` is the
+    number of the input that it is, -1 for zero.
     """
 
     scale: Floats
@@ -48,6 +49,7 @@ class _Rows:
     paths: Floats
     multiplicity: Floats
     origin: Floats | None = None
+    front: bool = False
 
     @property
     def distinct(self) -> bool:
@@ -60,7 +62,7 @@ class _Rows:
     @property
     def live(self) -> NDArray[np.bool_]:
         """Elements that depend on the input, even by weights that round to 0; the others are 0 at any scale."""
-        return self.paths > 0 if self.origin is None else self.origin >= 0
+        return self.l1 > 0 if self.front else self.paths > 0
 
 
 def analyse(
@@ -88,7 +90,7 @@ def analyse(
     for shape in program.inputs:
         ones = np.ones((1, *shape))
         numbers = np.arange(first, first + ones.size, dtype=np.float64).reshape(ones.shape)
-        values.append(_Rows(ones, ones, ones, 0 * ones, 0 * ones, numbers))
+        values.append(_Rows(ones, ones, ones, 0 * ones, 0 * ones, numbers, front=True))
         first += ones.size
     for position, step in enumerate(program.steps):
         sources = [values[s] for s in sources_of(step)]
@@ -136,8 +138,11 @@ def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], used
             local, array, x = replace(local, group=1), array.sum(axis=1, keepdims=True), x[:, :1]
         return evaluate_step(local, {step.weights: array}, [x])
 
-    uploaded, distinct = rows.origin is not None, rows.distinct
-    l1 = _row_sums(step, absolute) if uploaded else apply(absolute, rows.l1)
+    distinct = rows.distinct
+    if rows.origin is not None:
+        l1 = _row_sums(step, absolute)
+    else:  # sums in front of the weights; what meets zeros and padding meets noise alone
+        l1 = apply(absolute, rows.l1) + _row_sums(step, absolute) - apply(absolute, rows.live.astype(np.float64))
     l2 = np.sqrt(_row_sums(step, absolute**2)) if distinct else l1
     paths = apply(used, rows.live.astype(np.float64))
     shaped = scale.reshape(-1, 1, 1) if isinstance(step, Conv) else scale
@@ -162,14 +167,15 @@ def _move(step: Take, sources: Sequence[_Rows], indices: NDArray[np.int32] | Non
     def moved(name: str, fill: float) -> Floats:
         return take([getattr(rows, name) for rows in sources], indices, step, fill)
 
-    weighted = any(rows.origin is None for rows in sources)
+    joined = any(rows.origin is None for rows in sources)
     return _Rows(
         moved("scale", 1.0),
         moved("l1", 0.0),
         moved("l2", 0.0),
         moved("paths", 0.0),
         moved("multiplicity", 0.0),
-        None if weighted else moved("origin", -1.0),
+        None if joined else moved("origin", -1.0),
+        all(rows.front for rows in sources),
     )
 
 
@@ -179,10 +185,9 @@ def _add(position: int, sources: Sequence[_Rows]) -> _Rows:
         if not np.array_equal(scale[live & rows.live], rows.scale[live & rows.live]):
             raise ScaleConflictError(position)
         scale, live = np.where(live, scale, rows.scale), live | rows.live
-    return _Rows(
-        scale,
-        *(np.sum([getattr(rows, name) for rows in sources], axis=0) for name in ("l1", "l2", "paths", "multiplicity")),
-    )
+    names = ("l1", "l2", "paths", "multiplicity")
+    l1, l2, paths, multiplicity = (np.sum([getattr(rows, name) for rows in sources], axis=0) for name in names)
+    return _Rows(scale, l1, l2, paths, multiplicity, front=all(rows.front for rows in sources))
 
 
 def _pool(position: int, step: WindowSum, rows: _Rows) -> _Rows:
@@ -197,4 +202,6 @@ def _pool(position: int, step: WindowSum, rows: _Rows) -> _Rows:
     if np.any(any_live & (np.where(live, scales, np.inf).min(axis=(2, 3)) != scale)):
         raise ScaleConflictError(position)
     scale = np.where(any_live, scale, 1.0)
-    return _Rows(scale, pooled(rows.l1), pooled(rows.l2), pooled(rows.paths), pooled(rows.multiplicity))
+    return _Rows(
+        scale, pooled(rows.l1), pooled(rows.l2), pooled(rows.paths), pooled(rows.multiplicity), front=rows.front
+    )

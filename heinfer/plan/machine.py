@@ -151,11 +151,24 @@ def _quantity(what: str, text: str, units: dict[str, float], example: str, *, al
 
 
 def machine_file() -> Path:
-    """Return where this user's constants are, or would be."""
-    named = os.environ.get(VARIABLE)
+    """Return where this user's constants are, or would be.
+
+    Raises:
+        InputError: this user has no home.
+    """
+    named, configuration = os.environ.get(VARIABLE), os.environ.get("XDG_CONFIG_HOME")
     if named:
         return Path(named)
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "heinfer" / "machine.json"
+    try:
+        folder = Path(configuration) if configuration else Path.home() / ".config"
+    except RuntimeError as error:
+        raise InputError(f"this user has no home for machine.json: name a file with {VARIABLE}") from error
+    return folder / "heinfer" / "machine.json"
+
+
+def shipped_machine() -> Machine:
+    """Return the shipped constants, with the cores of this process."""
+    return replace(SHIPPED, cores=core_count())
 
 
 def read_machine(path: Path | None = None) -> tuple[Machine, Path | None]:
@@ -167,9 +180,9 @@ def read_machine(path: Path | None = None) -> tuple[Machine, Path | None]:
     Raises:
         InputError: the file is no machine's, or HEINFER_MACHINE names one that is not there.
     """
+    if path is None and not os.environ.get(VARIABLE) and not _is_there():
+        return shipped_machine(), None
     source = path or machine_file()
-    if path is None and not os.environ.get(VARIABLE) and not source.is_file():
-        return replace(SHIPPED, cores=core_count()), None
     try:
         return _ADAPTER.validate_json(source.read_bytes()), source
     except ValidationError as error:
@@ -180,6 +193,14 @@ def read_machine(path: Path | None = None) -> tuple[Machine, Path | None]:
         ) from error
     except OSError as error:
         raise InputError(f"can't read {source}: {error.strerror}; run `heinfer bench --calibrate`") from error
+
+
+def _is_there() -> bool:
+    """Whether this user has constants; where there is no home, or it can't be searched, there are none."""
+    try:
+        return machine_file().is_file()
+    except (InputError, OSError):
+        return False
 
 
 def write_machine(path: Path, machine: Machine) -> None:

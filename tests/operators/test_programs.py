@@ -205,6 +205,19 @@ def test_analyse_without_cancellation_equals_the_explicit_matrix() -> None:
     np.testing.assert_array_equal(norms.l1, matrix.sum(axis=0))
 
 
+def test_analyse_counts_padding_around_a_sum_in_front_of_the_weights() -> None:
+    """Two inputs, added and then met by the middle of nine weights: the other eight meet the noise of the padding."""
+    window = Window((3, 3), (1, 1), (1, 1, 1, 1), (1, 1), (1, 1))
+    point = (1, 1, 1)
+    program = Program((point, point), (Sum((0, 1), (1, 1), point), Conv(2, "w", window, 1, point)), (3,))
+    weights = np.full((1, 1, 3, 3), 32767, np.int16)
+    weights[0, 0, 1, 1] = 3277
+    (norms,) = analyse(program, {"w": weights}, {"w": np.ones(1)}, {})
+    assert norms.l1.item() == 2 * 3277 + 8 * 32767
+    assert norms.l2.item() >= np.sqrt(3277**2 + 8 * 32767.0**2)
+    assert norms.paths.item() == 1
+
+
 def test_analyse_counts_padding_among_what_carries_noise_and_not_among_the_paths() -> None:
     """One point, and eight weights of nine that meet padding; in front of the weights an index map may pad as well."""
     window = Window((3, 3), (1, 1), (1, 1, 1, 1), (1, 1), (1, 1))

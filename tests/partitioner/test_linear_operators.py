@@ -471,3 +471,20 @@ def test_factor_does_not_fold_through_an_added_activation(tmp_path: Path) -> Non
         {"w": weights(7, 7), "f": weights(7)},
     )
     assert len(check(model, tmp_path).plan.blocks) == 2
+
+
+def test_groups_of_half_a_sample_are_left_as_they_are(tmp_path: Path) -> None:
+    model = graph(
+        "g (float[n,8,4,4] x) => (float y) { r = Reshape (x, halves) i = InstanceNormalization (r, ones, zeros) "
+        "b = Reshape (i, back) g = Mul (b, gain) z = Add (g, shift) y = Conv (z, w) }",
+        {
+            "halves": np.array([-1, 4, 16]),
+            "ones": np.ones(4, np.float32),
+            "zeros": np.zeros(4, np.float32),
+            "back": np.array([-1, 8, 4, 4]),
+            "gain": weights(8, 1, 1),
+            "shift": weights(8, 1, 1, seed=1),
+            "w": weights(2, 8, 3, 3),
+        },
+    )
+    assert "GroupNormalization" not in check(model, tmp_path).node_operators

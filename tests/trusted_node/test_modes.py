@@ -11,6 +11,7 @@ import pytest
 
 from heinfer.errors import InputError
 from heinfer.plan import Plan, load_node, read_plan
+from heinfer.plan.machine import VARIABLE, shipped_machine
 from heinfer.wire import Address, Limits, Mode, block_shapes
 from partitioner import partition
 from tests.parties import WatchedPool
@@ -102,3 +103,28 @@ def test_engine_of_a_plan_without_prepared_mode_refuses_the_choice_before_any_qu
         Engine(bundle, link, pool, limits, None, ModeChoice.AUTO).close()
     finally:
         link.close()
+
+
+@pytest.mark.parametrize("content", ["{}", "not JSON"])
+def test_node_chooses_by_the_shipped_constants_where_the_users_own_are_unusable(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "heinfer").mkdir()
+    (tmp_path / "heinfer" / "machine.json").write_text(content, encoding="utf-8")
+    assert modes._machine.__wrapped__() == shipped_machine()
+    assert "shipped constants" in caplog.text
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "heinfer" / "machine.json"))
+    with pytest.raises(InputError):
+        modes._machine.__wrapped__()
+
+
+def test_user_without_a_home_has_the_shipped_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert modes._machine.__wrapped__() == shipped_machine()
