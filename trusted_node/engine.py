@@ -25,6 +25,9 @@ from numpy.typing import NDArray
 from heinfer.errors import HeinferError, InputError
 from heinfer.plan import NodeBundle, Plan, RoundStep
 from heinfer.plan.execution import NodeStepError, PlanRunner, Tensors
+from heinfer.plan.forecast import GROUP_BYTES as PREPARED_BYTES
+from heinfer.plan.forecast import GROUP_SAMPLES as PREPARED_SAMPLES
+from heinfer.plan.forecast import GROUPS_IN_FLIGHT
 from heinfer.processes import core_count
 from heinfer.wire import Limits, Mode
 from trusted_node.batches import BatchMaterials, BatchUpload
@@ -37,13 +40,9 @@ from trusted_node.statistics import QueryStatistics
 from trusted_node.uploads import Upload
 from trusted_node.workers import CryptoPool
 
-#: Groups of samples under way at once: one encrypts, one is at the server, one decrypts.
-GROUPS_IN_FLIGHT = 3
 #: Uploads of one group under way at once; each holds a session, of which a server serves a limited number.
 UPLOADS_IN_FLIGHT = 4
 _WARM_UPS = 3
-#: Prepared bytes, and samples, of one group.
-PREPARED_BYTES, PREPARED_SAMPLES = 64 * 2**20, 256
 
 AnyUpload = Upload | PreparedUpload | BatchUpload
 

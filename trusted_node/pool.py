@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from heinfer.plan.forecast import POOL_BYTES, POOL_ENTRIES
 from trusted_node.preparation import PreparedQuery, Preparer
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,6 @@ logger = logging.getLogger(__name__)
 LIFETIME_S: Final = 240.0
 #: Seconds without a query before refilling begins: queries in a row take from the pool and are not disturbed.
 IDLE_S: Final = 0.01
-#: Entries that a pool keeps where nobody says how many, and bytes that these may take: large models have fewer.
-_ENTRIES, _ENTRY_BYTES = 16, 2 * 2**30
 _CHECK_S: Final = 5.0
 
 
@@ -63,7 +62,7 @@ class PreparedPool:
 
     def __init__(self, preparer: Preparer, size: int | None, lifetime_s: float = LIFETIME_S) -> None:
         self.preparer = preparer
-        self.size = max(1, min(_ENTRIES, _ENTRY_BYTES // max(1, preparer.query_bytes))) if size is None else size
+        self.size = max(1, min(POOL_ENTRIES, POOL_BYTES // max(1, preparer.query_bytes))) if size is None else size
         self._lifetime_s = lifetime_s
         self._ready: deque[PreparedQuery] = deque()
         self._changed = threading.Condition()

@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from heinfer.operators import ResidueProgram, evaluate_plain
 from heinfer.plan import NodeBundle, Reference, RoundStep, ServerBundle
 from heinfer.plan.execution import NodeStepError, PlanRunner, Tensors, plain_rounds
+from heinfer.plan.forecast import GROUP_BYTES, GROUP_SAMPLES
 from heinfer.processes import core_count
 from heinfer.ring import NOISE_DEVIATION, self_test
 from heinfer.wire import Mode
-from trusted_node.engine import PREPARED_BYTES, PREPARED_SAMPLES, DataError, QueryResult, check_inputs
+from trusted_node.engine import DataError, QueryResult, check_inputs
 from trusted_node.masking import add_to_masks, remove_corrections
 from trusted_node.modes import ModeChoice, choose_mode
 from trusted_node.results import BlockResult, finish_outputs, row_terms
@@ -70,7 +71,7 @@ class Simulator:
         ]
         self._runner = PlanRunner(node.plan, node.submodels, core_count())
         sample_bytes = _WORD_BYTES * max((block.values for block in self._blocks), default=1)
-        self._group = max(1, min(PREPARED_SAMPLES, PREPARED_BYTES // sample_bytes))
+        self._group = max(1, min(GROUP_SAMPLES, GROUP_BYTES // sample_bytes))
 
     def run(
         self, inputs: Mapping[str, NDArray[Any]], trace_samples: int = 0, progress: Callable[[int], None] | None = None

@@ -237,14 +237,14 @@ def _form_figures(form: PreparedInfo) -> dict[str, Any]:
 
 def _prepared_figures(plan: Plan) -> dict[str, int]:
     """Return the bytes of one sample in prepared mode: exact, not an estimate."""
-    from heinfer.client.evaluation import prepared_query_bytes
+    from heinfer.plan.forecast import prepared_bytes
     from heinfer.wire import Mode, block_shapes
 
     shapes = block_shapes(plan)
     return {
         "bytes_up": sum(s.rows_up(Mode.PREPARED, 1) * s.row_bytes(Mode.PREPARED, 1) for s in shapes),
         "bytes_down": sum(s.rows_down(Mode.PREPARED, 1) * s.row_bytes(Mode.PREPARED, 1) for s in shapes),
-        "query_bytes": prepared_query_bytes(plan),
+        "query_bytes": prepared_bytes(plan),
         "hint_bytes": sum(b.prepared.hint_bytes for b in plan.blocks if b.prepared is not None),
     }
 

@@ -37,6 +37,7 @@ from heinfer.plan import (
     read_bundle_plan,
 )
 from heinfer.plan.execution import open_original
+from heinfer.plan.forecast import prepared_bytes
 from heinfer.processes import core_count
 from trusted_node.modes import ModeChoice
 from trusted_node.simulation import Simulator, estimate_error
@@ -157,7 +158,7 @@ def _run_encrypted(folder: Path, plan: Plan, x: NDArray[Any], mode: str, tell: P
         latency_s=latency.seconds,
         latency_mode=latency.mode,
         preparation_s=latency.preparation_s,
-        prepared_query_bytes=prepared_query_bytes(plan) if latency.mode == "prepared" else None,
+        prepared_query_bytes=prepared_bytes(plan) if latency.mode == "prepared" else None,
         start_s=start_s,
         bytes_up=sum(block.bytes_up for block in blocks),
         bytes_down=sum(block.bytes_down for block in blocks),
@@ -268,12 +269,6 @@ def ring_figures(plan: Plan) -> dict[str, int]:
     """Return N, log2 q and the security level in bits."""
     parameters = plan.ring.parameters
     return {"N": parameters.degree, "log2_q": parameters.modulus_bits, "security_bits": parameters.security_bits}
-
-
-def prepared_query_bytes(plan: Plan) -> int:
-    """Return what one prepared sample takes in the node's memory: 8 bytes a value, up and down."""
-    forms = [block.prepared for block in plan.blocks if block.prepared is not None]
-    return sum(8 * (form.values_up + form.values_down) for form in forms)
 
 
 def own_peak_memory_bytes() -> int | None:

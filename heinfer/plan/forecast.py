@@ -27,12 +27,14 @@ ModeName = Literal["standard", "prepared", "batch"]
 #: Header and envelope of a message, the mean of a request and its answer; the largest payload (`heinfer.wire`).
 FRAME_BYTES: Final = 54
 CHUNK_BYTES: Final = 2**20
-#: Of `trusted_node`: prepared bytes and samples of a group, groups under way, samples that share LANES secrets, spare
-#: and pooled memory.
+#: Prepared bytes, and samples, of one group: what a node takes through the plan together.
 GROUP_BYTES: Final = 64 * 2**20
 GROUP_SAMPLES: Final = 256
+#: Groups of samples under way at once: one encrypts, one is at the server, one decrypts.
 GROUPS_IN_FLIGHT: Final = 3
+#: Samples from which on they share the lanes of a transform (`trusted_node.preparation`).
 LANES_OF_SAMPLES: Final = 4
+#: Entries that a node's pool keeps where nobody says how many, and bytes that these may take: large models have fewer.
 POOL_ENTRIES: Final = 16
 POOL_BYTES: Final = 2 * 2**30
 #: Processes with the libraries that each party loads, kernels compiled.

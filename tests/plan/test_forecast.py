@@ -59,7 +59,7 @@ def test_forecast_constants_are_those_of_the_node_and_the_wire() -> None:
     assert (forecasts.GROUP_BYTES, forecasts.GROUP_SAMPLES) == (engine.PREPARED_BYTES, engine.PREPARED_SAMPLES)
     assert forecasts.GROUPS_IN_FLIGHT == engine.GROUPS_IN_FLIGHT
     assert forecasts.LANES_OF_SAMPLES == preparation._LANES_OF_SAMPLES
-    assert (forecasts.POOL_ENTRIES, forecasts.POOL_BYTES) == (pool._ENTRIES, pool._ENTRY_BYTES)
+    assert (forecasts.POOL_ENTRIES, forecasts.POOL_BYTES) == (pool.POOL_ENTRIES, pool.POOL_BYTES)
     assert Limits().chunk_bytes == forecasts.CHUNK_BYTES
 
 
