@@ -1,72 +1,117 @@
-"""Scales of the weights of one block, and its integer matrix.
+"""Scales of the weights of one block, and its integer matrix, in one digit or several.
 
     requires  the full program of a block and its real weights
-    ensures   int16 weights, one scale an output row, and the row norms of every output; values that are added on the
-              server share their scale
+    ensures   int16 weights, one scale an output row and digit, and the row norms of every output and digit; values that
+              are added on the server share their scales
 
-Every row gets the finest scale that 16 bits allow. Rows that meet in a sum take the coarser of their scales; where rows
-can't be matched one to one, the whole block takes one scale.
+Every row gets the finest scale that the bits of a digit allow. Rows that meet in a sum take the coarser of their
+scales; where rows can't be matched one to one, the whole block takes one scale. Scales of later digits are those of the
+first times a power of two that all rows share, so that rows which agree in the first digit agree in all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.operators import Program, ScaleConflictError, analyse
-from heinfer.operators.program import Arrays
+from heinfer.operators.program import Arrays, digit_name
 from heinfer.operators.steps import WEIGHTED, Conv, MatMul, Rescale, Scale, Step, Sum, Take, sources_of
-from heinfer.ring import RowNorms, quantise, weight_scale
+from heinfer.ring import WEIGHT_BITS, RingParameters, RowNorms, input_scale, split_digits, weight_scale
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """Integer weights and index maps for the server; norms of every output for the node; L."""
+    """The integers of a block.
+
+    Attributes:
+        arrays: integer weights of every digit, and index maps, for the server.
+        norms: of every output, digit by digit, for the node.
+        row_sum: L, over the rows of all digits.
+        digits: how many the weights have.
+        bits: of each.
+    """
 
     arrays: Mapping[str, NDArray[Any]]
-    norms: tuple[RowNorms, ...]
+    norms: tuple[tuple[RowNorms, ...], ...]
     row_sum: int
+    digits: int
+    bits: int
+
+    def unit_bound(self, parameters: RingParameters) -> float:
+        """Return the largest error bound of any output for inputs of magnitude 1."""
+        return max(float(np.max(bounds, initial=0.0)) for bounds in self._unit_bounds(parameters))
+
+    def relative_bound(self, parameters: RingParameters) -> float:
+        """Return the same relative to the largest output for such inputs, which is ||W_j||_1, row by row."""
+        largest = 0.0
+        for bounds, digits in zip(self._unit_bounds(parameters), self.norms, strict=True):
+            gain = np.sum([norms.gain for norms in digits], axis=0)
+            largest = max(largest, float(np.max(bounds[gain > 0] / gain[gain > 0], initial=0.0)))
+        return largest
+
+    def _unit_bounds(self, parameters: RingParameters) -> list[Floats]:
+        room = float(input_scale(np.ones(1), self.row_sum, parameters)[0])
+        return [np.sum([norms.unit_bounds(room) for norms in digits], axis=0) for digits in self.norms]
 
 
-def quantise_program(program: Program, arrays: Arrays) -> Quantised:
+def quantise_program(program: Program, arrays: Arrays, digits: int = 1, bits: int = WEIGHT_BITS) -> Quantised:
     """Choose scales and quantise.
+
+    Args:
+        program: full program.
+        arrays: real weights and index maps.
+        digits: how many digits the weights have.
+        bits: of each.
 
     Raises:
         ScaleConflictError: values of different scales are added, whatever the weights' scales.
     """
     largest = {s.weights: _largest(s, arrays[s.weights]) for s in program.steps if isinstance(s, WEIGHTED)}
     try:
-        return _quantise(program, arrays, _tied(program, largest))
+        return _quantise(program, arrays, _tied(program, largest), digits, bits)
     except ScaleConflictError:
         top = max(float(np.max(values, initial=0.0)) for values in largest.values())
-        return _quantise(program, arrays, {name: np.full_like(values, top) for name, values in largest.items()})
+        same = {name: np.full_like(values, top) for name, values in largest.items()}
+        return _quantise(program, arrays, same, digits, bits)
 
 
-def _quantise(program: Program, arrays: Arrays, largest: Mapping[str, Floats]) -> Quantised:
-    scales = {name: weight_scale(values) for name, values in largest.items()}
-    server: dict[str, NDArray[Any]] = {}
-    factors = {}
-    for step in program.steps:
-        match step:
-            case Conv():
-                server[step.weights] = quantise(arrays[step.weights], scales[step.weights].reshape(-1, 1, 1, 1))
-            case MatMul() | Scale():
-                server[step.weights] = quantise(arrays[step.weights], scales[step.weights])
-            case Take(indices=str(name)):
-                server[name] = arrays[name]
-            case Rescale():
-                factors[step.values] = np.asarray(arrays[step.values], np.float64)
-            case _:
-                pass
-    norms = tuple(analyse(program, server, scales, factors, arrays))
-    row_sum = max(float(np.max(n.l1, initial=0.0)) for n in norms)
-    return Quantised(server, norms, round(row_sum))
+def _quantise(program: Program, arrays: Arrays, largest: Mapping[str, Floats], digits: int, bits: int) -> Quantised:
+    scales = {name: weight_scale(values, bits) for name, values in largest.items()}
+    maps = {s.indices: arrays[s.indices] for s in program.steps if isinstance(s, Take) and s.indices is not None}
+    factors = {s.values: np.asarray(arrays[s.values], np.float64) for s in program.steps if isinstance(s, Rescale)}
+    split = {
+        s.weights: split_digits(arrays[s.weights], _aligned(s, scales[s.weights]), digits, bits)
+        for s in program.steps
+        if isinstance(s, WEIGHTED)
+    }
+    server, norms = dict(maps), []
+    for digit in range(digits):
+        integers = {name: found[digit].integers for name, found in split.items()}
+        rests = {name: found[digit].rest for name, found in split.items()}
+        finer = {name: scale * 2.0 ** (bits * digit) for name, scale in scales.items()}
+        analysed = analyse(program, {**maps, **integers}, finer, factors, rests)
+        norms.append(analysed if digit == digits - 1 else [_exact(n) for n in analysed])
+        server.update({digit_name(name, digit): array for name, array in integers.items()})
+    row_sum = max(float(np.max(n.l1, initial=0.0)) for outputs in norms for n in outputs)
+    return Quantised(server, tuple(zip(*norms, strict=True)), round(row_sum), digits, bits)
+
+
+def _exact(norms: RowNorms) -> RowNorms:
+    """Return the norms of a digit whose rest another digit takes up."""
+    nothing = np.zeros_like(norms.rounding)
+    return replace(norms, rounding=nothing, input_rounding=nothing)
+
+
+def _aligned(step: Conv | MatMul | Scale, scale: Floats) -> Floats:
+    """Return scales of rows so that they broadcast to the weights."""
+    return scale.reshape(-1, 1, 1, 1) if isinstance(step, Conv) else scale
 
 
 def _largest(step: Conv | MatMul | Scale, weights: NDArray[Any]) -> Floats:

@@ -1,7 +1,14 @@
-"""What becomes of a block's decrypted answer, in either mode: outputs of their shapes, rounded, with error bounds."""
+"""What becomes of a block's decrypted answer, in either mode: outputs of their shapes, rounded, with error bounds.
+
+    decrypted values, float32 --(add the digits of every output)--> outputs --(round those of a last block)--> outputs
+
+An output of two digits of 15 bits comes as 1.5 (what the weights' first digits give, bias included) and 2.1e-5 (what
+the second ones add). Each was cast to float32, and their sum is cast once more; the bounds of the digits add up.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -9,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.plan import NodeBundle
+from heinfer.ring import FLOAT32_ROUNDING
 from trusted_node.rounding import round_to_step, rounding_step
 from trusted_node.scaling import SampleScales
 from trusted_node.statistics import QueryStatistics
@@ -32,29 +40,35 @@ def finish_outputs(
     bounded: int,
     statistics: QueryStatistics,
 ) -> BlockResult:
-    """Cut decrypted values into outputs; round those of a last block.
+    """Cut decrypted values into outputs and add their digits; round those of a last block.
 
     Args:
         bundle: the node's folder.
         index: the block.
         scales: of the upload.
-        values: biases added, shape (samples, values of all outputs), C-contiguous.
+        values: biases added, shape (samples, values of all outputs of the block's program), C-contiguous.
         bounded: leading samples whose error bounds are wanted.
         statistics: takes the bounds of last blocks.
     """
     block = bundle.plan.blocks[index]
     outputs, bounds = [], []
+    terms = iter(bundle.terms[index])
     first = 0
-    for spec, terms in zip(block.outputs, bundle.terms[index], strict=True):
-        count = prod(spec.shape)
-        part = np.ascontiguousarray(values[:, first : first + count]).reshape(len(values), *spec.shape)
-        first += count
+    for spec in block.outputs:
+        digits = []
+        for _ in range(block.digits):
+            end = first + prod(spec.shape)
+            digits.append(np.ascontiguousarray(values[:, first:end]).reshape(len(values), *spec.shape))
+            first = end
+        part, norms = _add_digits(digits), [next(terms).norms for _ in digits]
         leading = len(values) if block.final else bounded
         if not leading:
             outputs.append(part)
             bounds.append(np.zeros((0, *spec.shape)))
             continue
-        bound = scales.error_bound(terms.norms, part[:leading])
+        bound = np.sum([scales.error_bound(n, d[:leading]) for n, d in zip(norms, digits, strict=True)], axis=0)
+        if len(digits) > 1:
+            bound += FLOAT32_ROUNDING * np.abs(part[:leading])
         if block.final:
             step = rounding_step(bound)
             part = round_to_step(part, step)
@@ -65,9 +79,19 @@ def finish_outputs(
     return BlockResult(outputs, bounds)
 
 
+def _add_digits(digits: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Return the sum of the digits of an output, cast once."""
+    if len(digits) == 1:
+        return digits[0]
+    total = digits[0].astype(np.float64)
+    for digit in digits[1:]:
+        total += digit
+    return total.astype(np.float32)
+
+
 def row_terms(bundle: NodeBundle, block: int) -> tuple[Floats, Floats]:
-    """Return output scale and bias of every value of a block's outputs, joined."""
-    specs, terms = bundle.plan.blocks[block].outputs, bundle.terms[block]
-    scale = [np.broadcast_to(t.norms.scale, s.shape).ravel() for t, s in zip(terms, specs, strict=True)]
-    bias = [np.broadcast_to(t.bias, s.shape).ravel() for t, s in zip(terms, specs, strict=True)]
+    """Return output scale and bias of every value of the outputs of a block's program, joined: digit by digit."""
+    shapes, terms = bundle.plan.blocks[block].program.output_shapes, bundle.terms[block]
+    scale = [np.broadcast_to(t.norms.scale, s).ravel() for t, s in zip(terms, shapes, strict=True)]
+    bias = [np.broadcast_to(t.bias, s).ravel() for t, s in zip(terms, shapes, strict=True)]
     return np.concatenate(scale), np.concatenate(bias)

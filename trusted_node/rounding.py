@@ -2,8 +2,9 @@
 
 A CKKS decryption carries noise that depends on the secret key. Results of a last block are therefore rounded to a grid
 of about their error bound: a bound of 1.4e-3 gives steps of 2**-10. A step is at least half of the bound, which holds
-eight deviations of the noise and mostly far more (weights that were rounded dominate it), so that what the noise adds
-disappears in the rounding. One step a sample, so that outputs of one sample are compared on one grid.
+eight deviations of the noise and mostly far more (rounding of weights dominates it or, where they have several digits,
+of float32), so that what the noise adds disappears in the rounding. One step a sample, so that outputs of one sample
+are compared on one grid.
 Source: Li and Micciancio, EUROCRYPT 2021 (ePrint 2020/1533), on what decryptions give away.
 """
 

@@ -8,8 +8,8 @@ exact modulo q, and e drawn as it always is. Noise is where the mode has it: on 
 
 `estimate_error` says how large the error at the end will be. The worst case carried through a whole network is vacuous
 (40 at logits of 38 where 1e-3 is measured). So blocks are evaluated twice in float64, with their real weights and as
-the server has them: integers, inputs rounded, noise of the deviation that the cryptography adds, the last blocks
-rounded. The difference at the outputs is a sample of the error.
+the server has them: integers, digit by digit, inputs rounded, noise of the deviation that the cryptography adds, the
+last blocks rounded. The difference at the outputs is a sample of the error.
 """
 
 from __future__ import annotations

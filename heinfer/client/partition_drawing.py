@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from textwrap import wrap
 
 from heinfer.client.charts import WIDTH
@@ -223,10 +222,13 @@ def _transfers(plan: Plan, report: Report, index: int, place: _Place) -> list[st
     """Write what goes up and comes down beside a block."""
     block, costs = plan.blocks[index], report.blocks[index].costs
     amounts = (None, None) if costs is None else (costs.bytes_up, costs.bytes_down)
-    ways = (("up", block.inputs, place.arrival, amounts[0]), ("down", block.outputs, place.departure, amounts[1]))
+    ways = (
+        ("up", block.inputs, place.arrival, block.input_rows, amounts[0]),
+        ("down", block.outputs, place.departure, block.output_rows, amounts[1]),
+    )
     parts = []
-    for way, tensors, height, amount in ways:
-        values = f"{sum(prod(t.shape) for t in tensors):,} values"
+    for way, tensors, height, count, amount in ways:
+        values = f"{count:,} values"
         label = values if amount is None else f"{values}, {size(amount / report.samples)}"
         title = f"{way}: {'; '.join(map(_describe, tensors))}"
         parts.append(group(title, text(place.left - 12, height - 4, label, "mark", "end")))

@@ -1,8 +1,9 @@
 """What a program's integer matrix looks like row by row, without ever forming the matrix.
 
 Scales and norms travel through the steps as tensors of the values' shapes. For a 5x5 convolution of one channel with
-all weights at the limit, every row has l1 = 25 * 32767, l2 = 5 * 32767, 25 paths. At a padded border there are fewer
-paths, but the same norms: in prepared mode padding in front of the weights is uploaded, and carries noise.
+all weights at the limit, every row has l1 = 25 * 32767, l2 = 5 * 32767; if each weight was rounded by a quarter, the
+rounding is 6.25. At a padded border fewer weights reach the output, and less rounding, but the norms are the same: in
+prepared mode padding in front of the weights is uploaded, and carries noise.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class _Rows:
     scale: Floats
     l1: Floats
     l2: Floats
-    paths: Floats
-    multiplicity: Floats
+    rounding: Floats
+    input_rounding: Floats
     origin: Floats | None = None
     front: bool = False
 
@@ -62,7 +63,7 @@ class _Rows:
     @property
     def live(self) -> NDArray[np.bool_]:
         """Elements that depend on the input, even by weights that round to 0; the others are 0 at any scale."""
-        return self.l1 > 0 if self.front else self.paths > 0
+        return self.l1 > 0 if self.front else self.rounding > 0
 
 
 def analyse(
@@ -70,17 +71,18 @@ def analyse(
     integers: Mapping[str, NDArray[Any]],
     scales: Mapping[str, Floats],
     factors: Mapping[str, Floats],
-    real: Mapping[str, NDArray[Any]] | None = None,
+    rests: Mapping[str, Floats] | None = None,
 ) -> list[RowNorms]:
     """Return the norms of every output of a full program.
 
     Args:
         program: full program.
-        integers: quantised weights and index maps.
+        integers: quantised weights (a digit of them) and index maps.
         scales: weight scale of every weighted step by its weights' name: per output channel for `Conv`, per column for
             `MatMul`, per element for `Scale`.
         factors: values of `Rescale` steps.
-        real: the weights before quantisation: those that are 0 have no rounding error. None: as if none were 0.
+        rests: what rounding did to every weight, at its scale; > 0 where the weight is not 0 (`Digit.rest`). None: a
+            half for each.
 
     Raises:
         ScaleConflictError: values of different scales are added.
@@ -94,9 +96,9 @@ def analyse(
         first += ones.size
     for position, step in enumerate(program.steps):
         sources = [values[s] for s in sources_of(step)]
-        values.append(_advance(position, step, sources, integers, scales, factors, real))
+        values.append(_advance(position, step, sources, integers, scales, factors, rests))
     return [
-        RowNorms(rows.scale[0], rows.l1[0], rows.l2[0], rows.paths[0], rows.multiplicity[0])
+        RowNorms(rows.scale[0], rows.l1[0], rows.l2[0], rows.rounding[0], rows.input_rounding[0])
         for rows in (values[o] for o in program.outputs)
     ]
 
@@ -108,13 +110,13 @@ def _advance(
     integers: Mapping[str, NDArray[Any]],
     scales: Mapping[str, Floats],
     factors: Mapping[str, Floats],
-    real: Mapping[str, NDArray[Any]] | None,
+    rests: Mapping[str, Floats] | None,
 ) -> _Rows:
     match step:
         case Conv() | MatMul() | Scale():
             weights = integers[step.weights]
-            used = np.ones(weights.shape) if real is None else (real[step.weights] != 0).astype(np.float64)
-            return _weigh(step, sources[0], weights, used, scales[step.weights])
+            rest = np.full(weights.shape, 0.5) if rests is None else rests[step.weights]
+            return _weigh(step, sources[0], weights, rest, scales[step.weights])
         case Take():
             return _move(step, sources, integers[step.indices] if step.indices else None)
         case Sum():
@@ -127,8 +129,8 @@ def _advance(
             return sources[0]
 
 
-def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], used: Floats, scale: Floats) -> _Rows:
-    """Apply weights to norms; `used` is 1 for weights that are rounded and 0 for those that are 0 and stay so."""
+def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], rest: Floats, scale: Floats) -> _Rows:
+    """Apply weights, and what is left of them, to norms."""
     absolute = np.abs(weights.astype(np.float64))
 
     def apply(array: Floats, x: Floats) -> Floats:
@@ -140,27 +142,28 @@ def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], used
 
     distinct = rows.distinct
     if rows.origin is not None:
-        l1 = _row_sums(step, absolute)
+        l1 = _reduced(step, absolute, np.add)
     else:  # sums in front of the weights; what meets zeros and padding meets noise alone
-        l1 = apply(absolute, rows.l1) + _row_sums(step, absolute) - apply(absolute, rows.live.astype(np.float64))
-    l2 = np.sqrt(_row_sums(step, absolute**2)) if distinct else l1
-    paths = apply(used, rows.live.astype(np.float64))
+        l1 = apply(absolute, rows.l1) + _reduced(step, absolute, np.add)
+        l1 -= apply(absolute, rows.live.astype(np.float64))
+    l2 = np.sqrt(_reduced(step, absolute**2, np.add)) if distinct else l1
+    rounding = apply(rest, rows.l1)
     shaped = scale.reshape(-1, 1, 1) if isinstance(step, Conv) else scale
     # Copies of one input may meet several of a row's weights, at worst all.
-    multiplicity = np.ones_like(l1) if distinct else paths
-    return _Rows(np.broadcast_to(shaped, step.shape)[None].copy(), l1, l2, paths, multiplicity)
+    input_rounding = _reduced(step, rest, np.maximum) if distinct else rounding
+    return _Rows(np.broadcast_to(shaped, step.shape)[None].copy(), l1, l2, rounding, input_rounding)
 
 
-def _row_sums(step: Conv | MatMul | Scale, weights: Floats) -> Floats:
-    """Return the sum of a row's weights, those that meet padding among them; shape (1, *step.shape)."""
+def _reduced(step: Conv | MatMul | Scale, weights: Floats, combine: np.ufunc) -> Floats:
+    """Return sum or maximum of a row's weights, those that meet padding among them; shape (1, *step.shape)."""
     match step:
         case Conv():
-            sums = weights.sum(axis=(1, 2, 3)).reshape(-1, 1, 1)
+            result = combine.reduce(weights, axis=(1, 2, 3), initial=0.0).reshape(-1, 1, 1)
         case MatMul():
-            sums = weights.sum(axis=0)
+            result = combine.reduce(weights, axis=0, initial=0.0)
         case Scale():
-            sums = weights
-    return np.broadcast_to(sums, step.shape)[None].copy()
+            result = weights
+    return np.broadcast_to(result, step.shape)[None].copy()
 
 
 def _move(step: Take, sources: Sequence[_Rows], indices: NDArray[np.int32] | None) -> _Rows:
@@ -172,8 +175,8 @@ def _move(step: Take, sources: Sequence[_Rows], indices: NDArray[np.int32] | Non
         moved("scale", 1.0),
         moved("l1", 0.0),
         moved("l2", 0.0),
-        moved("paths", 0.0),
-        moved("multiplicity", 0.0),
+        moved("rounding", 0.0),
+        moved("input_rounding", 0.0),
         None if joined else moved("origin", -1.0),
         all(rows.front for rows in sources),
     )
@@ -185,9 +188,9 @@ def _add(position: int, sources: Sequence[_Rows]) -> _Rows:
         if not np.array_equal(scale[live & rows.live], rows.scale[live & rows.live]):
             raise ScaleConflictError(position)
         scale, live = np.where(live, scale, rows.scale), live | rows.live
-    names = ("l1", "l2", "paths", "multiplicity")
-    l1, l2, paths, multiplicity = (np.sum([getattr(rows, name) for rows in sources], axis=0) for name in names)
-    return _Rows(scale, l1, l2, paths, multiplicity, front=all(rows.front for rows in sources))
+    names = ("l1", "l2", "rounding", "input_rounding")
+    l1, l2, rounding, input_rounding = (np.sum([getattr(rows, name) for rows in sources], axis=0) for name in names)
+    return _Rows(scale, l1, l2, rounding, input_rounding, front=all(rows.front for rows in sources))
 
 
 def _pool(position: int, step: WindowSum, rows: _Rows) -> _Rows:
@@ -202,6 +205,6 @@ def _pool(position: int, step: WindowSum, rows: _Rows) -> _Rows:
     if np.any(any_live & (np.where(live, scales, np.inf).min(axis=(2, 3)) != scale)):
         raise ScaleConflictError(position)
     scale = np.where(any_live, scale, 1.0)
-    return _Rows(
-        scale, pooled(rows.l1), pooled(rows.l2), pooled(rows.paths), pooled(rows.multiplicity), front=rows.front
-    )
+    names = ("l1", "l2", "rounding", "input_rounding")
+    l1, l2, rounding, input_rounding = (pooled(getattr(rows, name)) for name in names)
+    return _Rows(scale, l1, l2, rounding, input_rounding, front=rows.front)

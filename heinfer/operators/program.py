@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from heinfer.errors import PlanError
 from heinfer.operators.steps import (
     CONFIG,
+    LARGEST_VALUE,
     WEIGHTED,
     Conv,
     MatMul,
@@ -56,6 +57,9 @@ class Program:
         Raises:
             PlanError: the program is inconsistent.
         """
+        large = [shape for shape in self.shapes if prod(shape) > LARGEST_VALUE or max(shape, default=0) > LARGEST_VALUE]
+        if large:
+            raise PlanError(f"a value of shape {large[0]} is too large: expected {LARGEST_VALUE} elements at most")
         shapes = list(self.inputs)
         weighted = [0] * len(self.inputs)
         for position, step in enumerate(self.steps):
@@ -83,21 +87,27 @@ class Program:
         shapes = self.shapes
         return tuple(shapes[o] for o in self.outputs)
 
-    def for_server(self) -> Program:
-        """Return the program without `Shift` and `Rescale`, which belong to the node."""
-        renamed = list(range(len(self.inputs)))
+    def for_server(self, digits: int = 1) -> Program:
+        """Return the program without `Shift` and `Rescale`, which belong to the node.
+
+        Args:
+            digits: of the weights: the weighted steps, and what follows them, are there once for every digit. Outputs
+                are output 0 of digit 0, output 0 of digit 1, ..., output 1 of digit 0, ...
+        """
+        count = len(self.inputs)
+        renamed = [[number] * digits for number in range(count)]  # by digit
+        weighted = [False] * count
         kept: list[Step] = []
         for step in self.steps:
+            weighted.append(isinstance(step, WEIGHTED) or weighted[sources_of(step)[0]])
             if isinstance(step, Shift | Rescale):
                 renamed.append(renamed[step.source])
                 continue
-            if isinstance(step, Take | Sum):
-                moved: Step = dataclasses.replace(step, sources=tuple(renamed[s] for s in step.sources))
-            else:
-                moved = dataclasses.replace(step, source=renamed[step.source])
-            renamed.append(len(self.inputs) + len(kept))
-            kept.append(moved)
-        return Program(self.inputs, tuple(kept), tuple(renamed[o] for o in self.outputs))
+            copies = digits if weighted[-1] else 1
+            numbers = range(count + len(kept), count + len(kept) + copies)
+            kept += [_for_digit(step, digit, renamed) for digit in range(copies)]
+            renamed.append(list(numbers) * (digits // copies))
+        return Program(self.inputs, tuple(kept), tuple(number for o in self.outputs for number in renamed[o]))
 
     def check_arrays(self, arrays: Arrays) -> None:
         """Check that every named array is there, of the right shape, with indices in range.
@@ -141,6 +151,21 @@ class Program:
                 case _:
                     total += prod(step.shape) if isinstance(step, WEIGHTED) else 0
         return total
+
+
+def digit_name(weights: str, digit: int) -> str:
+    """Return the name of one digit of some weights; the first has the name of the weights."""
+    return weights if digit == 0 else f"{weights}.digit{digit}"
+
+
+def _for_digit(step: Step, digit: int, renamed: Sequence[Sequence[int]]) -> Step:
+    """Return a step as it is for one digit; `renamed` has the new numbers of values by digit."""
+    if isinstance(step, Take | Sum):
+        return dataclasses.replace(step, sources=tuple(renamed[s][digit] for s in step.sources))
+    moved = dataclasses.replace(step, source=renamed[step.source][digit])
+    if isinstance(moved, WEIGHTED):
+        return dataclasses.replace(moved, weights=digit_name(moved.weights, digit))
+    return moved
 
 
 def _array_shape(step: Step, sources: list[Shape]) -> Shape:

@@ -177,11 +177,11 @@ def test_analyse_equals_the_norms_of_the_explicit_matrix(drawn: tuple[Program, A
         np.testing.assert_array_equal(norms.scale, 1)
         assert np.all(np.abs(with_padding).sum(axis=0) <= norms.l1)  # equal where nothing cancels
         assert np.all(np.sqrt((with_padding**2).sum(axis=0)) <= norms.l2 * (1 + 1e-12))
-        assert np.all((matrix != 0).sum(axis=0) <= norms.paths)
+        assert np.all((matrix != 0).sum(axis=0) <= 2 * norms.rounding)  # a half for every weight
     plain, matrix = found[1], uploaded[1]
     np.testing.assert_array_equal(plain.l1, np.abs(matrix).sum(axis=0))
     np.testing.assert_allclose(plain.l2, np.sqrt((matrix**2).sum(axis=0)), rtol=1e-12)
-    assert np.all(plain.multiplicity == 1)
+    assert np.all(plain.input_rounding == 0.5)
 
 
 def test_analyse_without_cancellation_equals_the_explicit_matrix() -> None:
@@ -215,10 +215,10 @@ def test_analyse_counts_padding_around_a_sum_in_front_of_the_weights() -> None:
     (norms,) = analyse(program, {"w": weights}, {"w": np.ones(1)}, {})
     assert norms.l1.item() == 2 * 3277 + 8 * 32767
     assert norms.l2.item() >= np.sqrt(3277**2 + 8 * 32767.0**2)
-    assert norms.paths.item() == 1
+    assert norms.rounding.item() == 2 * 0.5  # one weight meets both inputs
 
 
-def test_analyse_counts_padding_among_what_carries_noise_and_not_among_the_paths() -> None:
+def test_analyse_counts_padding_among_what_carries_noise_and_not_among_what_is_rounded() -> None:
     """One point, and eight weights of nine that meet padding; in front of the weights an index map may pad as well."""
     window = Window((3, 3), (1, 1), (1, 1, 1, 1), (1, 1), (1, 1))
     by_window = Program(((1, 1, 1),), (Conv(0, "w", window, 1, (1, 1, 1)),), (1,))
@@ -227,14 +227,14 @@ def test_analyse_counts_padding_among_what_carries_noise_and_not_among_the_paths
     arrays = {"w": np.full((1, 1, 3, 3), 5, np.int16), "i": np.array([-1, -1, -1, -1, 0, -1, -1, -1, -1], np.int32)}
     for program in (by_window, by_map):
         (norms,) = analyse(program, arrays, {"w": np.ones(1)}, {})
-        assert (norms.l1.item(), norms.l2.item(), norms.paths.item()) == (45, 15, 1)
+        assert (norms.l1.item(), norms.l2.item(), norms.rounding.item()) == (45, 15, 0.5)
 
 
 def test_analyse_of_duplicated_inputs_counts_how_many_weights_meet_one_input() -> None:
     program = Program(((1,),), (Take((0,), "i", (4,)), MatMul(1, "w", (1,))), (2,))
     arrays = {"i": np.zeros(4, np.int32), "w": np.full((4, 1), 3, np.int16)}
     (norms,) = analyse(program, arrays, {"w": np.ones(1)}, {})
-    assert norms.multiplicity == 4
+    assert norms.input_rounding == 4 * 0.5
     assert norms.l1 == 12
     assert norms.l2 >= 12
 
@@ -246,7 +246,7 @@ def test_analyse_of_one_input_joined_with_itself_counts_it_twice() -> None:
     weights = np.random.default_rng(5).integers(1, 100, (8, 3))
     (norms,) = analyse(program, {"r": reverse, "w": weights}, {"w": np.ones(3)}, {})
     matrix = weights[:4] + weights[4:][::-1]
-    assert np.all(norms.multiplicity >= 2)
+    assert np.all(norms.input_rounding >= 2 * 0.5)
     assert np.all(norms.l2 >= np.linalg.norm(matrix, axis=0))
 
 

@@ -92,25 +92,25 @@ class Partitioned:
         return [step.blocks for step in self.plan.steps if isinstance(step, RoundStep)]
 
 
-def partitioned(model: onnx.ModelProto, tmp_path: Path) -> Partitioned:
-    """Partition a model and load the bundle."""
+def partitioned(model: onnx.ModelProto, tmp_path: Path, **options: Any) -> Partitioned:
+    """Partition a model, with the partitioner's own options, and load the bundle."""
     path = tmp_path / "example.onnx"
     path.write_bytes(model.SerializeToString())
     folder = tmp_path / "bundle"
-    partition(path, folder)
+    partition(path, folder, **options)
     node = load_node(folder / "node")
     return Partitioned(
         model, folder, node.plan, load_server(folder / "server"), node, load_reference(folder, node.plan)
     )
 
 
-def check(model: onnx.ModelProto, tmp_path: Path, scale: float = 1.0) -> Partitioned:
+def check(model: onnx.ModelProto, tmp_path: Path, scale: float = 1.0, **options: Any) -> Partitioned:
     """Partition a model and compare it with its original.
 
     The blocks are evaluated on residues with worst-case noise drawn at random; every block's error must be within its
     bound, and the network with exact blocks must give what onnxruntime gives for the original, sample by sample.
     """
-    found = partitioned(model, tmp_path)
+    found = partitioned(model, tmp_path, **options)
     session = open_original(model.SerializeToString())
     assert [t.name for t in found.plan.inputs] == [i.name for i in session.get_inputs()]
     assert [t.name for t in found.plan.outputs] == [o.name for o in session.get_outputs()]
@@ -166,15 +166,16 @@ def evaluate_residues(
         noise = centred_binomial(generator, x.shape)
         scaled = np.rint(x * scale.reshape(-1, *([1] * (x.ndim - 1)))).astype(np.int64)
         uploads.append((scaled + noise) % q)
-    results, bounds = [], []
+    values, bounds = [], []
     answers = ResidueProgram(block.program, found.server.arrays, parameters).evaluate(uploads)
     for terms, answer in zip(found.node.terms[index], answers, strict=True):
         centred = np.where(answer > q // 2, answer - q, answer).astype(np.float64)
         samples = (-1, *([1] * (answer.ndim - 1)))
-        value = centred / (scale.reshape(samples) * terms.norms.scale[None]) + terms.bias[None]
-        results.append(value.astype(np.float32))
-        bounds.append(terms.norms.error_bound(scale, peak, magnitude, value))
-    return results, bounds
+        values.append(centred / (scale.reshape(samples) * terms.norms.scale[None]) + terms.bias[None])
+        bounds.append(terms.norms.error_bound(scale, peak, magnitude, values[-1]))
+    firsts = range(0, len(values), block.digits)  # the digits of an output follow each other
+    results = [np.sum(values[i : i + block.digits], axis=0).astype(np.float32) for i in firsts]
+    return results, [np.sum(bounds[i : i + block.digits], axis=0) for i in firsts]
 
 
 def centred_binomial(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
