@@ -1,10 +1,12 @@
-"""Large published architectures at 224x224: what partitioning takes, and one encrypted image through some of them.
+"""Large published architectures: what partitioning takes, and one encrypted sample through some of them.
 
-    python benchmarks/large_models.py [--only squeezenet resnet50 ...] [--json benchmarks/results/large_models.json]
+    python benchmarks/large_models.py [--only squeezenet bert_encoder ...] [--json benchmarks/results/large_models.json]
 
-The graphs are those of onnx.backend.test's light models, the weights random (tests/coverage/light_models.py), so that
-accuracy means nothing: what enters the final Softmax is compared with onnxruntime on the original. Partitioning runs in
-a process of its own. Queries: client, node and server as three processes on loopback, one image, masks prepared before.
+Networks for images are those of onnx.backend.test's light models at 224x224 (tests/coverage/light_models.py), the
+encoder reads 128 tokens (bert_encoder.py). Weights are random, so that accuracy means nothing: results, or what enters
+the final Softmax, are compared with onnxruntime on the original. Partitioning runs in a process of its own. Queries:
+client, node and server as three processes on loopback, one sample, masks prepared before. What `--json` has of other
+models stays.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+from bert_encoder import bert_encoder, token_ids
+from numpy.typing import NDArray
 
 import heinfer
 from heinfer.client.environment import machine_name
@@ -33,7 +38,9 @@ sys.path.insert(0, str(REPOSITORY))
 
 from tests.coverage.light_models import NAMES, image, light_model, with_logits  # noqa: E402
 
-ENCRYPTED = ("squeezenet", "shufflenet", "densenet121", "resnet50")
+BERT = "bert_encoder"
+MODELS = (*NAMES, BERT)
+ENCRYPTED = ("squeezenet", "shufflenet", "densenet121", "resnet50", BERT)
 QUERIES = 5
 #: What a pool of `QUERIES` gets to fill up, in times of preparing one.
 FILL = 3.0
@@ -61,10 +68,10 @@ def partition(model: Path, bundle: Path) -> dict[str, Any]:
     }
 
 
-def query(model: bytes, logits: str, bundle: Path) -> dict[str, Any]:
-    """Answer images under encryption; compare and return what it took."""
+def query(model: bytes, logits: str, sample: NDArray[Any], bundle: Path) -> dict[str, Any]:
+    """Answer a sample under encryption, several times; compare and return what it took."""
     session = open_session(model, core_count())
-    feeds = {session.get_inputs()[0].name: image()}
+    feeds = {session.get_inputs()[0].name: sample}
     plain = []
     for _ in range(QUERIES):
         started = time.perf_counter()
@@ -102,24 +109,35 @@ def query(model: bytes, logits: str, bundle: Path) -> dict[str, Any]:
     }
 
 
-def measure(name: str) -> dict[str, Any]:
+def build(name: str) -> tuple[onnx.ModelProto, str, NDArray[Any]]:
+    """Return a model, the result that is compared, and a sample."""
+    if name == BERT:
+        model = bert_encoder()
+        return model, str(model.graph.output[0].name), token_ids()
     model = light_model(name)
-    logits = with_logits(model)
+    return model, with_logits(model), image()
+
+
+def measure(name: str) -> dict[str, Any]:
+    model, logits, sample = build(name)
     content = model.SerializeToString()
     with tempfile.TemporaryDirectory() as folder:
         path, bundle = Path(folder) / f"{name}.onnx", Path(folder) / "bundle"
         path.write_bytes(content)
         figures = partition(path, bundle)
-        return figures | (query(content, logits, bundle) if name in ENCRYPTED else {})
+        return figures | (query(content, logits, sample, bundle) if name in ENCRYPTED else {})
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=list(NAMES), choices=NAMES)
+    parser.add_argument("--only", nargs="*", default=list(MODELS), choices=MODELS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    results: dict[str, Any] = {"machine": machine_name(), "cores": core_count()}
+    results: dict[str, Any] = {}
+    if arguments.json is not None and arguments.json.exists():
+        results = json.loads(arguments.json.read_text())
+    results |= {"machine": machine_name(), "cores": core_count()}
     for name in arguments.only:
         figures = results[name] = measure(name)
         print(
@@ -131,10 +149,10 @@ def main() -> None:
         if name in ENCRYPTED:
             memory = {role: round(size / 1e6) for role, size in figures["peak_memory_bytes"].items() if size}
             print(
-                f"  one image {figures['online_s']:.2f} s online (plain {figures['plain_s']:.3f} s), prepared before "
+                f"  one sample {figures['online_s']:.2f} s online (plain {figures['plain_s']:.3f} s), prepared before "
                 f"in {figures['preparation_s']:.2f} s, {figures['bytes_up'] / 1e6:.1f} MB up, "
                 f"{figures['bytes_down'] / 1e6:.1f} MB down, error {figures['relative_error']:.1e} of the largest "
-                f"logit, top-1 {'equal' if figures['same_top_1'] else 'differs'}, peak memory {memory} MB",
+                f"value, top-1 {'equal' if figures['same_top_1'] else 'differs'}, peak memory {memory} MB",
                 flush=True,
             )
     if arguments.json is not None:

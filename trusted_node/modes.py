@@ -16,8 +16,9 @@ from typing import Final
 
 from heinfer.errors import InputError
 from heinfer.plan import Plan
-from heinfer.plan.forecast import ModeName, forecast
+from heinfer.plan.forecast import forecast
 from heinfer.plan.machine import VARIABLE, Machine, read_machine, shipped_machine
+from heinfer.plan.work import ModeName
 from heinfer.wire import Mode
 
 logger = logging.getLogger(__name__)

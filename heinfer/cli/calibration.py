@@ -26,8 +26,9 @@ import heinfer
 from heinfer.client.environment import machine_name
 from heinfer.plan import Block, NodeStep, Plan, read_bundle_plan
 from heinfer.plan.execution import open_session
-from heinfer.plan.forecast import forecast, weight_count
+from heinfer.plan.forecast import forecast
 from heinfer.plan.machine import SHIPPED, Machine
+from heinfer.plan.work import weight_count
 from heinfer.processes import core_count
 from heinfer.ring import LANES, THREADED_WORK, RingParameters, Transform, pack, run_tiles, unpack
 from trusted_node.masking import make_dense_corrections, make_masks, make_polynomial_corrections, tables_of
@@ -314,7 +315,7 @@ def _size_costs(measured: _Measured, found: Costs) -> Costs:
     return {
         "residue_s": residue_s,
         "product_s": product_s,
-        "weight_s": _left(server[_WEIGHTS], product_s * products[_WEIGHTS]) / weight_count(blocks[_WEIGHTS]),
+        "weight_s": _left(server[_WEIGHTS], product_s * products[_WEIGHTS]) / weight_count(blocks[_WEIGHTS].program),
         "up_s": _left(measured.block_s(0, "encrypt_s"), half) / up[0],
         "down_s": _left(measured.block_s(_RESULT, "decrypt_s"), half) / down[_RESULT],
         "byte_s": measured.block_s(_RESULT, "wire_s") / (_RESIDUE_BYTES * down[_RESULT]),

@@ -124,6 +124,7 @@ def _show(plan: Plan, found: Forecast, disk: dict[str, int | None], basis: str) 
         blocks.add_row(str(index), shown, *map(duration, seconds), *map(size, sizes))
     out.print(blocks)
     prepared = "" if not found.preparation_s else f", prepared before in {duration(found.preparation_s)}"
+    prepared += "" if not found.start_s else f", once worker processes have started in {duration(found.start_s)}"
     out.print(
         f"\nTime: {duration(found.online_s)} online{prepared}; node {duration(found.node_s)}, of which "
         f"{duration(found.operators_s)} the model's own operators, server {duration(found.server_s)}, "

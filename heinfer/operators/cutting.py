@@ -1,14 +1,16 @@
 """Cut a block's program for prepared mode: choose planes, bands and ciphertexts, and place every uploaded value.
 
-requires  a server program and its index maps
+requires  a server program and its index maps, the degree N, and which steps take a dense hint by choice
 ensures   a `PreparedForm`: same function as the program, no position used twice, every plane within a ciphertext
+
+Who cuts chooses degree and dense hints (`outlines` lists what is open, the partitioner takes the cheapest by
+forecast); all else follows, so that node and server repeat the cut from the plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
@@ -17,83 +19,121 @@ from numpy.typing import NDArray
 
 from heinfer.errors import ParameterError
 from heinfer.operators.plain import evaluate_step
-from heinfer.operators.prepared import Hint, HintKind, Maps, PreparedForm
+from heinfer.operators.planes import Plane, common_plane, extent, reach_of, window_over
+from heinfer.operators.prepared import Hint, HintKind, Maps, Outline, PreparedForm
 from heinfer.operators.program import Program
-from heinfer.operators.steps import WEIGHTED, Conv, MatMul, Scale, Shape, Step, Sum, Take, Window, sources_of
+from heinfer.operators.steps import WEIGHTED, Conv, MatMul, Scale, Step, Sum, Take, Window, sources_of
+from heinfer.operators.uploads import Upload, flat_plane_upload, flat_upload, plane_upload, token_upload
 
-#: Largest degree that a block takes for its planes. Beyond, planes are cut into bands of rows: at 8192 the halo of a
-#: 3x3 convolution over 224 columns costs 6 % of an upload, and the default prime serves all degrees up to here.
+#: Largest degree that a block takes: the default prime serves all degrees up to here.
 MAX_DEGREE: Final = 8192
+#: Positions up to which a step may take a dense hint, which has a row for each of them and each channel: a product of
+#: polynomials costs a node 17 times what a row does, but rows are kept, and read.
+MAX_DENSE_POSITIONS: Final = 16
 _NONE = np.empty(0, np.int64)
 
 
-def prepare_form(program: Program, maps: Maps, degree: int) -> PreparedForm | None:
+def degrees_from(degree: int) -> tuple[int, ...]:
+    """Return the degrees that a block may take in a plan whose ring has some degree."""
+    doubled = [degree]
+    while 2 * doubled[-1] <= MAX_DEGREE:
+        doubled.append(2 * doubled[-1])
+    return tuple(doubled)
+
+
+def outlines(program: Program, degree: int) -> Iterator[Outline]:
+    """Outline every cut of a server program that is worth comparing: degrees, bands, kinds of hints.
+
+    What costs least at one degree depends on what is kept and sent beside what is computed. A hint's kind does not
+    change uploads, so steps that are better dense are those of few positions, whatever the others are.
+
+    Args:
+        program: server program of a block.
+        degree: smallest N to use.
+
+    Yields:
+        Outlines, the smallest degree first; none where a row of a window fits no degree up to `MAX_DEGREE`.
+    """
+    positions = {number: count for number, step in enumerate(program.steps) if (count := _choice(step))}
+    for n in degrees_from(degree):
+        for limit in (0, *sorted(set(positions.values()))):
+            dense = [number for number, count in positions.items() if count <= limit]
+            try:
+                yield _Cutter(program, {}, n, dense).outline()
+            except _TooLarge:
+                break
+
+
+def prepare_form(program: Program, maps: Maps, degree: int, dense: Collection[int] = ()) -> PreparedForm | None:
     """Cut a server program for prepared mode.
 
     Args:
         program: server program of a block.
         maps: at least its index maps.
-        degree: smallest N to use.
+        degree: N.
+        dense: numbers of steps that take a dense hint instead of a polynomial one. Vectors always do.
 
     Returns:
-        The cut; None where a row of a window does not fit into `MAX_DEGREE` coefficients.
+        The cut; None where a row of a window does not fit into N coefficients.
     """
-    while True:
-        try:
-            return _Cutter(program, maps, degree).cut()
-        except _TooLarge:
-            degree *= 2
-            if degree > MAX_DEGREE:
-                return None
+    try:
+        return _Cutter(program, maps, degree, dense).cut()
+    except _TooLarge:
+        return None
+
+
+def _choice(step: Step) -> int:
+    """Return the positions of a step whose hint may be dense or polynomial; 0 for others."""
+    if isinstance(step, Conv):
+        count = prod(step.window.output)
+    elif isinstance(step, MatMul):
+        count = prod(step.shape[:-1])
+    else:
+        return 0
+    return count if 1 < count <= MAX_DENSE_POSITIONS else 0
 
 
 class _TooLarge(Exception):  # noqa: N818 - a signal: try a larger degree
-    """A plane does not fit, and a larger degree is left to try; or not even a band of rows fits."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Plane:
-    """A part of a value (C, H, W) as it is uploaded: rows and columns from (top, left) on, every `strides`-th."""
-
-    top: int
-    left: int
-    height: int
-    width: int
-    strides: tuple[int, int] = (1, 1)
-
-    @property
-    def size(self) -> int:
-        return self.height * self.width
+    """Not even a band of rows fits."""
 
 
 class _Cutter:
     """Builds a `PreparedForm`, server input after server input and step after step."""
 
-    def __init__(self, program: Program, maps: Maps, degree: int) -> None:
+    def __init__(self, program: Program, maps: Maps, degree: int, dense: Collection[int]) -> None:
         self._old = program
         self._maps = maps
         self._degree = degree
+        self._wanted = frozenset(dense)
+        self._chosen: list[int] = []  # steps that are dense by choice
         self._shapes = program.shapes
-        self._inputs: list[Shape] = []
+        self._uploads: list[Upload] = []
         self._firsts: list[int] = []  # first ciphertext of every server input
-        self._gather: list[tuple[int, NDArray[np.int64]]] = []  # (value, element or -1)
-        self._positions: list[NDArray[np.int64]] = []
         self._ciphertexts = 0
-        self._known: dict[tuple[object, ...], int] = {}
+        self._known: dict[tuple[object, ...], int] = {}  # server inputs
         self._steps: list[Step] = []
         self._arrays: dict[str, NDArray[Any]] = {}
         self._hints: list[Hint] = []
+
+    def outline(self) -> Outline:
+        plans = self._cut_all()
+        return Outline(
+            self._degree,
+            tuple(self._chosen),
+            tuple(hint for parts in plans.values() for _, hint in parts),
+            self._ciphertexts,
+            sum(prod(upload.shape) for upload in self._uploads),
+            sum(map(prod, self._old.output_shapes)),
+            _joined(plans.values()),
+        )
 
     def cut(self) -> PreparedForm:
         depth = [0] * len(self._old.inputs)
         for step in self._old.steps:
             depth.append(depth[sources_of(step)[0]] + isinstance(step, WEIGHTED))
-        first = len(self._old.inputs)
-        weighted = [(first + i, s) for i, s in enumerate(self._old.steps) if isinstance(s, WEIGHTED)]
-        planes = self._choose_planes(weighted)
-        plans = {number: self._cut_weighted(step, planes) for number, step in weighted}
-        inputs, renamed = len(self._inputs), dict[int, int]()
-        for number, step in enumerate(self._old.steps, first):
+        plans = self._cut_all()
+        inputs, renamed = len(self._uploads), dict[int, int]()
+        for number, step in enumerate(self._old.steps, len(self._old.inputs)):
             if depth[number] == 0:
                 continue
             if number in plans:
@@ -105,176 +145,169 @@ class _Cutter:
             else:
                 renamed[number] = self._add(dataclasses.replace(step, source=renamed[step.source]), inputs)
         front, gathered, gather = self._front(depth)
+        positions = [first * self._degree + u.places() for first, u in zip(self._firsts, self._uploads, strict=True)]
+        shapes = tuple(upload.shape for upload in self._uploads)
         return PreparedForm(
             self._degree,
             front,
             gathered,
             gather,
-            np.concatenate(self._positions) if self._positions else np.empty(0, np.int64),
+            np.concatenate(positions) if positions else _NONE,
             self._ciphertexts,
-            Program(tuple(self._inputs), tuple(self._steps), tuple(renamed[o] for o in self._old.outputs)),
+            Program(shapes, tuple(self._steps), tuple(renamed[o] for o in self._old.outputs)),
             self._arrays,
             tuple(self._hints),
+            tuple(self._chosen),
+            _joined(plans.values()),
         )
+
+    def _cut_all(self) -> dict[int, list[tuple[Step, Hint]]]:
+        """Return what replaces every weighted step, by the number of its value."""
+        first = len(self._old.inputs)
+        weighted = [(first + i, s) for i, s in enumerate(self._old.steps) if isinstance(s, WEIGHTED)]
+        planes = self._choose_planes(weighted)
+        return {number: self._cut_weighted(number - first, step, planes) for number, step in weighted}
 
     # -- uploads --------------------------------------------------------------------------------------------------
 
-    def _choose_planes(self, weighted: Sequence[tuple[int, Step]]) -> dict[int, _Plane]:
+    def _choose_planes(self, weighted: Sequence[tuple[int, Step]]) -> dict[int, Plane]:
         """Return one plane for every value that convolutions read: what all of them together reach."""
         readers: dict[int, list[Conv]] = {}
         for _, step in weighted:
             if isinstance(step, Conv) and not _is_single(step):
                 readers.setdefault(step.source, []).append(step)
-        return {value: _common_plane(convs) for value, convs in readers.items()}
+        planes = {value: common_plane(convs) for value, convs in readers.items()}
+        return {value: plane.settled(self._shapes[value][0], self._degree) for value, plane in planes.items()}
 
-    def _cut_weighted(self, step: Step, planes: Mapping[int, _Plane]) -> list[tuple[Step, Hint]]:
+    def _cut_weighted(self, number: int, step: Step, planes: Mapping[int, Plane]) -> list[tuple[Step, Hint]]:
         """Return the steps that replace a weighted step, each with its hint; sources are server inputs."""
         match step:
             case Conv() if not _is_single(step):
-                return self._cut_conv(step, planes[step.source])
+                return self._cut_conv(step, planes[step.source], self._chooses(number, step))
             case Conv():
                 window = step.window
-                plane = _Plane(-window.pads[0], -window.pads[1], *_reach(window))
+                plane = Plane(-window.pads[0], -window.pads[1], *reach_of(window))
                 source = self._upload_plane(step.source, plane, flat=True)
-                moved = dataclasses.replace(step, source=source, window=_moved(window, plane))
+                moved = dataclasses.replace(step, source=source, window=window_over(window, plane))
                 return [(moved, self._dense(source, prod(step.shape)))]
             case MatMul():
-                return self._cut_matmul(step)
+                return self._cut_matmul(step, self._chooses(number, step))
             case Scale():
                 source = self._upload_flat(step.source)
                 hint = Hint(
-                    -1, HintKind.ELEMENTWISE, prod(step.shape), self._firsts[source], self._count(source), _NONE
+                    -1,
+                    HintKind.ELEMENTWISE,
+                    prod(step.shape),
+                    self._firsts[source],
+                    self._uploads[source].ciphertexts,
+                    _NONE,
                 )
                 return [(dataclasses.replace(step, source=source), hint)]
         raise ParameterError(f"a {step.kind} has no weights")
 
-    def _cut_conv(self, step: Conv, plane: _Plane) -> list[tuple[Step, Hint]]:
+    def _chooses(self, number: int, step: Step) -> bool:
+        """Whether a step is to be dense though it need not be."""
+        if number not in self._wanted or not _choice(step):
+            return False
+        self._chosen.append(number)
+        return True
+
+    def _cut_conv(self, step: Conv, plane: Plane, dense: bool) -> list[tuple[Step, Hint]]:
         window = step.window
-        if plane.size <= self._degree:
-            source = self._upload_plane(step.source, plane)
-            moved = dataclasses.replace(step, source=source, window=_moved(window, plane))
-            return [(moved, self._polynomial(moved, source))]
-        if self._degree < MAX_DEGREE:
+        fits = plane.size <= self._degree
+        if fits or dense:
+            source = self._upload_plane(step.source, plane, flat=not fits)
+            moved = dataclasses.replace(step, source=source, window=window_over(window, plane))
+            hint = self._dense(source, prod(step.shape)) if dense else self._polynomial(moved, source, plane)
+            return [(moved, hint)]
+        own = common_plane([step])
+        strides = window_over(window, own).strides  # over what is uploaded
+        reach = self._degree // own.columns * own.phases[0]
+        if reach < extent(window, 0):
             raise _TooLarge
-        own = _common_plane([step])
-        strides = _moved(window, own).strides  # over what is uploaded
-        rows = (self._degree // own.width - _extent(window, 0)) // strides[0] + 1
-        if self._degree // own.width < _extent(window, 0):
-            raise _TooLarge
+        rows = (reach - extent(window, 0)) // strides[0] + 1
         parts: list[tuple[Step, Hint]] = []
         for first in range(0, window.output[0], rows):
             count = min(rows, window.output[0] - first)
-            height = (count - 1) * strides[0] + _extent(window, 0)
-            band = dataclasses.replace(own, top=own.top + first * window.strides[0], height=height)
+            height = (count - 1) * strides[0] + extent(window, 0)
+            phases = (min(height, own.phases[0]), own.phases[1])
+            band = dataclasses.replace(own, top=own.top + first * window.strides[0], height=height, phases=phases)
             source = self._upload_plane(step.source, band)
             part = Window(window.kernel, strides, (0, 0, 0, 0), window.dilations, (count, window.output[1]))
             moved = Conv(source, step.weights, part, step.group, (step.shape[0], *part.output))
-            parts.append((moved, self._polynomial(moved, source)))
+            parts.append((moved, self._polynomial(moved, source, band)))
         return parts
 
-    def _cut_matmul(self, step: MatMul) -> list[tuple[Step, Hint]]:
-        inputs, tokens = self._shapes[step.source][-1], prod(step.shape[:-1])
+    def _cut_matmul(self, step: MatMul, dense: bool) -> list[tuple[Step, Hint]]:
+        tokens = prod(step.shape[:-1])
         if tokens == 1:
             source = self._upload_flat(step.source)
             return [(dataclasses.replace(step, source=source), self._dense(source, step.shape[-1]))]
-        if tokens > self._degree and self._degree < MAX_DEGREE:
-            raise _TooLarge
         parts: list[tuple[Step, Hint]] = []
         for first in range(0, tokens, self._degree):
             count = min(self._degree, tokens - first)
-            source = self._upload_tokens(step.source, first, count, inputs)
+            source = self._upload_tokens(step.source, first, count)
             moved = MatMul(source, step.weights, (count, step.shape[-1]))
-            hint = Hint(
-                -1,
-                HintKind.POLYNOMIAL,
-                step.shape[-1],
-                self._firsts[source],
-                self._count(source),
-                np.arange(count),
-                row_stride=1,
-                read_stride=step.shape[-1],
-                planes=self._degree // count,
-                plane=count,
-                width=count,
-            )
-            parts.append((moved, hint))
+            parts.append((moved, self._dense(source, prod(moved.shape)) if dense else self._tokens(moved, source)))
         return parts
 
-    def _upload_plane(self, value: int, plane: _Plane, flat: bool = False) -> int:
-        """Upload a part of every channel; positions outside the value are padding. Returns the server input."""
-        channels, height, width = self._shapes[value]
-        y = plane.top + plane.strides[0] * np.arange(plane.height)
-        x = plane.left + plane.strides[1] * np.arange(plane.width)
-        inside = ((y >= 0) & (y < height))[:, None] & ((x >= 0) & (x < width))[None]
-        offsets = np.where(inside, y[:, None] * width + x[None], 0).ravel()
-        elements = np.arange(channels)[:, None] * (height * width) + offsets
-        elements[:, ~inside.ravel()] = -1
-        planes = self._degree // plane.size if not flat else 0
-        return self._upload((value, plane, flat), (channels, plane.height, plane.width), value, elements, planes)
+    def _upload(self, key: tuple[object, ...], make: Callable[[], Upload]) -> int:
+        """Return the server input of a key, added where it is new."""
+        if key not in self._known:
+            self._known[key] = len(self._uploads)
+            self._firsts.append(self._ciphertexts)
+            self._uploads.append(make())
+            self._ciphertexts += self._uploads[-1].ciphertexts
+        return self._known[key]
+
+    def _upload_plane(self, value: int, plane: Plane, flat: bool = False) -> int:
+        make = flat_plane_upload if flat else plane_upload
+        return self._upload((value, plane, flat), lambda: make(value, self._shapes[value], plane, self._degree))
 
     def _upload_flat(self, value: int) -> int:
-        shape = self._shapes[value]
-        return self._upload((value, "flat"), shape, value, np.arange(prod(shape))[None], 0)
+        return self._upload((value,), lambda: flat_upload(value, self._shapes[value], self._degree))
 
-    def _upload_tokens(self, value: int, first: int, count: int, inputs: int) -> int:
-        """Upload some tokens; what shares a plane is one feature of all of them."""
-        key = (value, "tokens", first, count)
-        known = self._known.get(key)
-        elements = np.arange(first * inputs, (first + count) * inputs).reshape(count, inputs)
-        source = self._upload(key, (count, inputs), value, elements.T, self._degree // count)
-        if known is None:  # planes are columns of the tensor: bring both into the tensor's order
-            self._gather[-1] = (value, elements.ravel())
-            self._positions[-1] = self._positions[-1].reshape(inputs, count).T.ravel()
-        return source
-
-    def _upload(
-        self, key: tuple[object, ...], shape: Shape, value: int, elements: NDArray[np.int64], planes: int
-    ) -> int:
-        """Add a server input of one row of elements a plane; `planes` share a ciphertext, 0 for no planes at all."""
-        if key in self._known:
-            return self._known[key]
-        number = len(self._inputs)
-        self._known[key] = number
-        self._inputs.append(shape)
-        self._firsts.append(self._ciphertexts)
-        if planes:
-            count, size = elements.shape
-            index = np.arange(count)
-            starts = (self._ciphertexts + index // planes) * self._degree + index % planes * size
-            positions = starts[:, None] + np.arange(size)
-        else:
-            positions = self._ciphertexts * self._degree + np.arange(elements.size)
-        self._gather.append((value, elements.ravel()))
-        self._positions.append(positions.ravel())
-        last = int(positions.max(initial=self._ciphertexts * self._degree - 1))
-        self._ciphertexts = last // self._degree + 1
-        return number
-
-    def _count(self, source: int) -> int:
-        ends = [*self._firsts[1:], self._ciphertexts]
-        return ends[source] - self._firsts[source]
+    def _upload_tokens(self, value: int, first: int, count: int) -> int:
+        inputs = self._shapes[value][-1]
+        return self._upload((value, first, count), lambda: token_upload(value, first, count, inputs, self._degree))
 
     # -- hints ----------------------------------------------------------------------------------------------------
 
     def _dense(self, source: int, outputs: int) -> Hint:
-        return Hint(-1, HintKind.DENSE, outputs, self._firsts[source], self._count(source), _NONE)
+        return Hint(-1, HintKind.DENSE, outputs, self._firsts[source], self._uploads[source].ciphertexts, _NONE)
 
-    def _polynomial(self, step: Conv, source: int) -> Hint:
-        _, height, width = self._inputs[source]
+    def _polynomial(self, step: Conv, source: int, plane: Plane) -> Hint:
+        """Describe a hint of an uploaded plane; where its windows start is the business of who makes it."""
         window = step.window
-        y = np.arange(window.output[0]) * window.strides[0] - window.pads[0]
-        x = np.arange(window.output[1]) * window.strides[1] - window.pads[1]
+        y, x = (np.arange(window.output[i]) * (window.strides[i] // plane.phases[i]) for i in range(2))
         return Hint(
             -1,
             HintKind.POLYNOMIAL,
             step.shape[0],
             self._firsts[source],
-            self._count(source),
-            (y[:, None] * width + x).ravel(),
+            self._uploads[source].ciphertexts,
+            (y[:, None] * plane.columns + x).ravel(),
             row_stride=prod(window.output),
-            planes=self._degree // (height * width),
-            plane=height * width,
-            width=width,
+            planes=self._degree // plane.size,
+            plane=plane.size,
+            width=plane.columns,
+            phases=plane.phases,
+        )
+
+    def _tokens(self, step: MatMul, source: int) -> Hint:
+        count, outputs = step.shape
+        return Hint(
+            -1,
+            HintKind.POLYNOMIAL,
+            outputs,
+            self._firsts[source],
+            self._uploads[source].ciphertexts,
+            np.arange(count),
+            row_stride=1,
+            read_stride=outputs,
+            planes=self._degree // count,
+            plane=count,
+            width=count,
         )
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -311,7 +344,8 @@ class _Cutter:
         numbers = [*range(count), *(count + i for i in range(len(self._old.steps)) if depth[count + i] == 0)]
         local = {number: i for i, number in enumerate(numbers)}
         steps = tuple(_renumber(s, local) for s in steps)
-        used = [local[value] for value, _ in self._gather]
+        used = [local[upload.value] for upload in self._uploads]
+        uploaded = [upload.elements() for upload in self._uploads]
         if all(isinstance(s, Take) for s in steps):
             sizes = [prod(shape) for shape in self._old.inputs]
             starts = np.cumsum([0, *sizes])
@@ -322,13 +356,13 @@ class _Cutter:
             for s in steps:
                 values.append(evaluate_step(s, self._maps, values))  # zero, which is outside, stays zero
             flat = [values[v].ravel().astype(np.int64) - 1 for v in used]
-            parts = [np.where(elements < 0, -1, flat[i][elements]) for i, (_, elements) in enumerate(self._gather)]
+            parts = [np.where(elements < 0, -1, flat[i][elements]) for i, elements in enumerate(uploaded)]
             return (), tuple(range(count)), np.concatenate(parts).astype(np.int32)
         gathered = tuple(dict.fromkeys(used))
         shapes = [self._shapes[numbers[v]] for v in gathered]
         starts = np.cumsum([0, *(prod(shape) for shape in shapes)])
         begin = {v: int(start) for v, start in zip(gathered, starts, strict=False)}
-        parts = [np.where(elements < 0, -1, elements + begin[used[i]]) for i, (_, elements) in enumerate(self._gather)]
+        parts = [np.where(elements < 0, -1, elements + begin[used[i]]) for i, elements in enumerate(uploaded)]
         return steps, gathered, np.concatenate(parts).astype(np.int32)
 
 
@@ -338,39 +372,11 @@ def _renumber(step: Step, local: Mapping[int, int]) -> Step:
     return dataclasses.replace(step, source=local[step.source])
 
 
+def _joined(plans: Iterable[Sequence[tuple[Step, Hint]]]) -> int:
+    """Return the elements of what is put together from several steps."""
+    return sum(prod(step.shape) for parts in plans if len(parts) > 1 for step, _ in parts)
+
+
 def _is_single(step: Conv) -> bool:
     """Whether a convolution has one position: it is a dense layer."""
     return prod(step.window.output) == 1
-
-
-def _extent(window: Window, axis: int) -> int:
-    """Rows (axis 0) or columns (axis 1) that one position of a window covers."""
-    return (window.kernel[axis] - 1) * window.dilations[axis] + 1
-
-
-def _reach(window: Window) -> tuple[int, int]:
-    """Rows and columns that all positions of a window cover, padding included."""
-    down, across = ((window.output[i] - 1) * window.strides[i] + _extent(window, i) for i in range(2))
-    return down, across
-
-
-def _common_plane(convs: Sequence[Conv]) -> _Plane:
-    """Return the smallest plane that holds what all convolutions of a value reach."""
-    first = convs[0].window
-    if first.kernel == (1, 1) and all(
-        c.window.kernel == (1, 1) and c.window.pads == first.pads and c.window.strides == first.strides for c in convs
-    ):  # what strides skip is not uploaded
-        height, width = (max(c.window.output[i] for c in convs) for i in range(2))
-        return _Plane(-first.pads[0], -first.pads[1], height, width, first.strides)
-    top = -max(c.window.pads[0] for c in convs)
-    left = -max(c.window.pads[1] for c in convs)
-    height = max(_reach(c.window)[0] - c.window.pads[0] for c in convs) - top
-    width = max(_reach(c.window)[1] - c.window.pads[1] for c in convs) - left
-    return _Plane(top, left, height, width)
-
-
-def _moved(window: Window, plane: _Plane) -> Window:
-    """Return the window over an uploaded plane: no padding, and a crop where another reader reaches further."""
-    top, left = window.pads[0] + plane.top, window.pads[1] + plane.left
-    strides = window.strides if plane.strides == (1, 1) else (1, 1)
-    return Window(window.kernel, strides, (top, left, 0, 0), window.dilations, window.output)

@@ -1,6 +1,6 @@
 """Hints: the weights applied to the public polynomials a, once, so that W(a s) costs the node one product a row.
 
-    POLYNOMIAL   h_o = sum over channels c and kernel offsets k of w[o, c, k] * X^-(place of c and k) * (a that c is in)
+    POLYNOMIAL   h_o = sum over channels c and kernel offsets k of w[o, c, k] * X^-(place of c and k) * (the a there)
                  (h_o s) at coefficient p is output o at the position whose window starts at p
     DENSE        H = W A, A[i] the row of the negacyclic matrix of a that gives a s at the position of input i: row o of
                  H is the polynomial w_o(X) a(1/X)
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.operators.prepared import Hint, HintKind, PreparedForm, hint_names
-from heinfer.operators.steps import Conv, MatMul, Step
+from heinfer.operators.steps import Conv, MatMul, Step, Window
 from heinfer.ring import (
     LANES,
     ModularMatrix,
@@ -79,21 +79,24 @@ def _polynomials(
     """Return one polynomial an output channel."""
     if isinstance(step, MatMul):  # a 1x1 convolution whose channels are features
         weights, group = weights.T[:, :, None, None], 1
-        dilations = (1, 1)
+        down, across = np.zeros((2, 1), np.int64)
     else:
         assert isinstance(step, Conv)  # the only two steps with polynomial hints
-        group, dilations = step.group, step.window.dilations
-    outputs, channels, down, across = weights.shape
+        group = step.group
+        down, across = (_first_window(step.window, axis) for axis in range(2))
+    outputs, channels = weights.shape[:2]
     per_group = outputs // group
     made = np.empty((outputs, parameters.degree), np.int64)
     doubled = np.concatenate([public, (parameters.modulus - public) % parameters.modulus], axis=1)
-    offsets = (np.arange(down)[:, None] * dilations[0] * hint.width + np.arange(across) * dilations[1]).ravel()
+    phases = hint.phases
+    phase = (down % phases[0])[:, None] * phases[1] + across % phases[1]
+    offset = (down // phases[0])[:, None] * hint.width + across // phases[1]
     for g in range(group):
         channel = g * channels + np.arange(channels)
-        ciphertext = hint.first_ciphertext + channel // hint.planes
-        shift = (channel % hint.planes * hint.plane)[:, None] + offsets
+        plane = channel[:, None] * prod(phases) + phase.ravel()
+        rows = (hint.first_ciphertext + plane // hint.planes).ravel()
+        shift = plane % hint.planes * hint.plane + offset.ravel()
         matrix = ModularMatrix(weights[g * per_group : (g + 1) * per_group].reshape(per_group, -1), parameters)
-        rows = np.repeat(ciphertext, len(offsets))
         _multiply_shifted(matrix, doubled, rows, shift.ravel(), made[g * per_group : (g + 1) * per_group])
     return made
 
@@ -137,21 +140,36 @@ def _dense(
     shape = form.program.inputs[step.source]
     first = sum(map(prod, form.program.inputs[: step.source]))
     positions = form.positions[first : first + prod(shape)].reshape(shape)
-    group = 1
-    if isinstance(step, Conv):  # of one window, which is all of the input but for what dilations skip
-        group = step.group
-        positions = positions[:, :: step.window.dilations[0], :: step.window.dilations[1]]
-    else:
-        weights = weights.T
     transform = Transform.of(parameters)
     mirrored = np.concatenate([public[:, :1], (parameters.modulus - public[:, :0:-1]) % parameters.modulus], axis=1)
     evaluations = _side_by_side(transform.forward(mirrored), len(public), transform.modulus)
     made = np.empty((hint.rows, parameters.degree), np.int64)
-    for part, matrix, out in zip(
-        positions.reshape(group, -1), np.split(weights, group), np.split(made, group), strict=True
-    ):
-        _multiply_placed(matrix.reshape(len(matrix), -1), part, evaluations, transform, out)
+    if isinstance(step, MatMul):
+        tokens = made.reshape(-1, weights.shape[1], parameters.degree)
+        for token, out in zip(positions.reshape(len(tokens), -1), tokens, strict=True):
+            _multiply_placed(weights.T, token, evaluations, transform, out)
+        return made
+    rows = made.reshape(step.group, -1, prod(step.window.output), parameters.degree)
+    for part, matrix, out in zip(np.split(positions, step.group), np.split(weights, step.group), rows, strict=True):
+        for number, window in enumerate(_windows(part, step.window)):
+            found = np.empty((len(matrix), parameters.degree), np.int64)
+            _multiply_placed(matrix.reshape(len(matrix), -1), window, evaluations, transform, found)
+            out[:, number] = found
     return made
+
+
+def _first_window(window: Window, axis: int) -> NDArray[np.int64]:
+    """Return the rows (axis 0) or columns (axis 1) of an uploaded plane that a convolution's first window reads."""
+    return np.arange(window.kernel[axis]) * window.dilations[axis] - window.pads[axis]
+
+
+def _windows(positions: NDArray[np.int64], window: Window) -> NDArray[np.int64]:
+    """Return what every window reads of uploaded channels, shape (windows, channels * kernel)."""
+    down, across = (
+        np.arange(window.output[i])[:, None] * window.strides[i] + _first_window(window, i) for i in range(2)
+    )
+    read = positions[:, down[:, None, :, None], across[None, :, None, :]]  # (channels, *output, *kernel)
+    return np.ascontiguousarray(np.moveaxis(read, 0, 2)).reshape(prod(window.output), -1)
 
 
 def _side_by_side(evaluations: Floats, count: int, modulus: float) -> Floats:

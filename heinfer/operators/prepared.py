@@ -10,14 +10,14 @@ Worked example: a 3x3 convolution of 16 channels of 32x32 with padding 1, at N =
 16 x 34 x 34 masked residues, padding included, and convolves it without padding. A plane of 34 * 34 = 1156 positions
 fills one ciphertext; output (y, x) of a channel is read at coefficient 34 * y + x of that channel's hint times secret.
 
-Both sides derive the cut from the plan's program, by the same function (`heinfer.operators.cutting`), so it is not
-written down.
+Both sides derive the cut from the plan's program, degree and choice of dense hints, by the same function
+(`heinfer.operators.cutting`), so it is not written down.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -35,7 +35,7 @@ class HintKind(enum.Enum):
     """How the node gets W(a s) for a weighted step.
 
     POLYNOMIAL: one polynomial an output channel (or column of a MatMul over tokens), read at some coefficients.
-    DENSE: one row of N residues an output, times the secret's coefficients; serves every linear map.
+    DENSE: one row of N residues an output element, times the secret's coefficients; serves every linear map.
     ELEMENTWISE: the integer weights themselves, one an output.
     """
 
@@ -58,8 +58,9 @@ class Hint:
         first_ciphertext: of the step's server input.
         ciphertexts: how many that input has.
         planes: POLYNOMIAL: planes of the input that share a ciphertext.
-        plane: POLYNOMIAL: positions of a plane.
+        plane: POLYNOMIAL: positions of a plane: of a phase of a channel, or of a feature of all tokens.
         width: POLYNOMIAL: positions of a row of a plane.
+        phases: POLYNOMIAL: remainders of row and column numbers that lie in planes of their own, down and across.
     """
 
     step: int
@@ -73,10 +74,39 @@ class Hint:
     planes: int = 1
     plane: int = 1
     width: int = 1
+    phases: tuple[int, int] = (1, 1)
 
     def row_bytes(self, degree: int) -> float:
         """Bytes of a row of this hint as it is kept in a bundle."""
         return 2 if self.kind is HintKind.ELEMENTWISE else degree * 6.25
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a cut would be, without its arrays: enough to compare cuts.
+
+    Attributes:
+        degree: N of the block's ciphertexts.
+        dense: steps of the block's program that have dense hints by choice, in order.
+        hints: one a weighted step of the cut; their places in its program are not known yet.
+        ciphertexts: how many polynomials a there are.
+        values_up: residues of one sample's upload.
+        values_down: residues of one sample's answer.
+        joined: residues that are put together from the results of bands, or of parts of the tokens.
+    """
+
+    degree: int
+    dense: tuple[int, ...]
+    hints: tuple[Hint, ...]
+    ciphertexts: int
+    values_up: int
+    values_down: int
+    joined: int
+
+    @property
+    def hint_bytes(self) -> int:
+        """Bytes of all hints as they are kept in a bundle."""
+        return _hint_bytes(self.hints, self.degree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +123,8 @@ class PreparedForm:
         program: what the server runs; its inputs are the uploaded tensors, one after the other.
         arrays: index maps that the cut adds to the block's arrays (bands of rows put together again).
         hints: one a weighted step of `program`, in order.
+        dense: steps of the block's own program that have dense hints by choice, in order.
+        joined: residues that are put together from the results of bands, or of parts of the tokens.
     """
 
     degree: int
@@ -104,6 +136,8 @@ class PreparedForm:
     program: Program
     arrays: Maps
     hints: tuple[Hint, ...]
+    dense: tuple[int, ...]
+    joined: int
 
     @property
     def values_up(self) -> int:
@@ -118,7 +152,11 @@ class PreparedForm:
     @property
     def hint_bytes(self) -> int:
         """Bytes of all hints as they are kept in a bundle."""
-        return round(sum(hint.rows * hint.row_bytes(self.degree) for hint in self.hints))
+        return _hint_bytes(self.hints, self.degree)
+
+
+def _hint_bytes(hints: Sequence[Hint], degree: int) -> int:
+    return round(sum(hint.rows * hint.row_bytes(degree) for hint in hints))
 
 
 def map_names(program: Program) -> tuple[str, ...]:

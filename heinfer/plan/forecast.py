@@ -15,33 +15,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Final, Literal
+from typing import Final
 
-from heinfer.operators import HintKind
-from heinfer.operators.steps import WEIGHTED, Conv, MatMul, Scale
+from heinfer.operators import Program
 from heinfer.plan.machine import Link, Machine
-from heinfer.plan.schema import Block, NodeStep, Plan, RoundStep
-from heinfer.ring import LANES, THREADED_WORK, packed_bytes
+from heinfer.plan.schema import Block, NodeStep, Plan, PreparedInfo, RoundStep
+from heinfer.plan.work import ModeName, Work, coefficient_work, prepared_work
+from heinfer.ring import THREADED_WORK
 
-ModeName = Literal["standard", "prepared", "batch"]
-#: Header and envelope of a message, the mean of a request and its answer; the largest payload (`heinfer.wire`).
-FRAME_BYTES: Final = 54
-CHUNK_BYTES: Final = 2**20
+#: Header and envelope of a message, the mean of a request and its answer (`heinfer.wire`).
+FRAME_BYTES: Final = 62
 #: Prepared bytes, and samples, of one group: what a node takes through the plan together.
 GROUP_BYTES: Final = 64 * 2**20
 GROUP_SAMPLES: Final = 256
 #: Groups of samples under way at once: one encrypts, one is at the server, one decrypts.
 GROUPS_IN_FLIGHT: Final = 3
-#: Samples from which on they share the lanes of a transform (`trusted_node.preparation`).
-LANES_OF_SAMPLES: Final = 4
 #: Entries that a node's pool keeps where nobody says how many, and bytes that these may take: large models have fewer.
 POOL_ENTRIES: Final = 16
 POOL_BYTES: Final = 2 * 2**30
 #: Processes with the libraries that each party loads, kernels compiled.
 NODE_BASE_BYTES: Final = 215 * 10**6
 SERVER_BASE_BYTES: Final = 185 * 10**6
-#: One process that encrypts in standard mode.
+#: One process that encrypts in standard mode; seconds of a core until it does, Python and its libraries loaded.
 WORKER_BYTES: Final = 220 * 10**6
+WORKER_START_S: Final = 1.4
 _RESIDUE_BYTES: Final = 8
 #: A weight as it is loaded and as float64; a residue during an evaluation: packed, unpacked, limbs, result.
 _WEIGHT_BYTES: Final = 16
@@ -84,6 +81,7 @@ class Forecast:
         rounds: round trips of one group.
         online_s: seconds from query to result, masks prepared before.
         preparation_s: seconds of preparing all samples; 0 in other modes.
+        start_s: seconds until worker processes are there, once, not in `online_s`; 0 where none are needed.
         operators_s: seconds of the node's own operators.
         blocks: by block.
         node_memory_bytes: peak of the node, its pool filled.
@@ -97,6 +95,7 @@ class Forecast:
     rounds: int
     online_s: float
     preparation_s: float
+    start_s: float
     operators_s: float
     blocks: tuple[BlockForecast, ...]
     node_memory_bytes: int
@@ -146,51 +145,6 @@ class _Seconds:
         return self.serial + self.shared
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What a block means in a mode, for all samples.
-
-    Attributes:
-        requests: to the server.
-        up: values encrypted.
-        down: values decrypted.
-        residues_up: residues that the server unpacks.
-        residues_down: residues that it packs.
-        products: multiply-adds.
-        weights: read for one request.
-        sealed: coefficients of SEAL.
-        prepared: jobs of preparing it: samples, or as many as share a transform's lanes.
-        transformed: coefficients of products with secrets, made before the query.
-        transformed_online: the same during the query.
-        levels: of the transform.
-        dense: residues of dense hints that meet a secret.
-        bytes_up: payload.
-        bytes_down: payload.
-    """
-
-    requests: int
-    up: int
-    down: int
-    residues_up: int
-    residues_down: int
-    products: int
-    weights: int
-    levels: int
-    bytes_up: int
-    bytes_down: int
-    sealed: int = 0
-    prepared: int = 0
-    transformed: int = 0
-    transformed_online: int = 0
-    dense: int = 0
-
-    @property
-    def messages(self) -> int:
-        """Messages of all requests and answers."""
-        sizes = (self.bytes_up, self.bytes_down)
-        return sum(self.requests * max(1, -(-size // (self.requests * CHUNK_BYTES))) for size in sizes)
-
-
 def forecast(plan: Plan, mode: ModeName, samples: int, machine: Machine, link: Link | None = None) -> Forecast:
     """Forecast a query.
 
@@ -203,8 +157,7 @@ def forecast(plan: Plan, mode: ModeName, samples: int, machine: Machine, link: L
     """
     link = link or Link()
     groups = -(-samples // group_samples(plan, mode))
-    count = _prepared_work if mode == "prepared" else _coefficient_work
-    works = [count(plan, block, mode, samples, groups) for block in plan.blocks]
+    works = [_work(plan, block, mode, samples, groups) for block in plan.blocks]
     encryption = [_encryption(work, machine) for work in works]
     evaluation = [_evaluation(work, machine) for work in works]
     trips = _round_trips(plan, groups)
@@ -226,12 +179,28 @@ def forecast(plan: Plan, mode: ModeName, samples: int, machine: Machine, link: L
         rounds=plan.rounds,
         online_s=serial / min(groups, GROUPS_IN_FLIGHT, machine.cores) + shared + sum(remote),
         preparation_s=sum(block.preparation_s for block in blocks),
+        start_s=WORKER_START_S if mode == "standard" else 0.0,
         operators_s=operators_s,
         blocks=blocks,
         node_memory_bytes=_node_memory(plan, mode, samples, machine),
         server_memory_bytes=_server_memory(plan, works),
         framing_bytes=sum(work.messages for work in works) * FRAME_BYTES,
     )
+
+
+def forecast_form(program: Program, form: PreparedInfo, machine: Machine, link: Link) -> float:
+    """Forecast one sample of a block in prepared mode, alone on its round: seconds online and of preparation together.
+
+    Args:
+        program: the block's server program.
+        form: how it would be cut.
+        machine: constants.
+        link: between node and server.
+    """
+    work = prepared_work(program, form, 1, 1)
+    away_s = machine.exchange_s + machine.byte_s * _payload(work)
+    away_s += link.seconds(_payload(work) + work.messages * FRAME_BYTES, 1)
+    return _encryption(work, machine).total + _evaluation(work, machine).total + _preparation(work, machine) + away_s
 
 
 def group_samples(plan: Plan, mode: ModeName) -> int:
@@ -247,90 +216,11 @@ def prepared_bytes(plan: Plan) -> int:
     return sum(_RESIDUE_BYTES * (form.values_up + form.values_down) for form in forms)
 
 
-def weight_count(block: Block) -> int:
-    """Return the integer weights that a block reads, counted for every step that uses them."""
-    shapes = block.program.shapes
-    total = 0
-    for step in block.program.steps:
-        match step:
-            case Conv():
-                total += step.shape[0] * shapes[step.source][0] // step.group * prod(step.window.kernel)
-            case MatMul():
-                total += shapes[step.source][-1] * step.shape[-1]
-            case Scale():
-                total += prod(step.shape)
-            case _:
-                pass
-    return total
-
-
-def _prepared_work(plan: Plan, block: Block, mode: ModeName, samples: int, groups: int) -> _Work:
-    """Count what a block takes in prepared mode: every sample has ciphertexts of its own."""
-    form = block.prepared
-    assert form is not None  # the caller has looked
-    up, down = samples * form.values_up, samples * form.values_down
-    polynomials, dense = _hint_rows(block)
-    lanes = _in_lanes(form.ciphertexts, samples) + _in_lanes(polynomials, samples)
-    return _Work(
-        requests=groups,
-        up=up,
-        down=down,
-        residues_up=up,
-        residues_down=down,
-        products=samples * block.program.multiply_adds(),
-        weights=weight_count(block),
-        levels=form.degree.bit_length() - 1,
-        bytes_up=samples * packed_bytes(form.values_up),
-        bytes_down=samples * packed_bytes(form.values_down),
-        prepared=samples if samples < LANES_OF_SAMPLES else -(-samples // LANES),
-        transformed=(lanes + samples) * form.degree,
-        dense=samples * dense * form.degree,
-    )
-
-
-def _coefficient_work(plan: Plan, block: Block, mode: ModeName, samples: int, groups: int) -> _Work:
-    """Count what a block takes where samples are coefficients: a ciphertext a value, both parts or b alone."""
-    degree, rows_up, rows_down = plan.ring.degree, block.input_rows, block.output_rows
-    fixed = groups * degree if mode == "standard" else 0  # a, which is as long for one sample as for N
-    columns = samples + fixed
-    whole, rest = divmod(samples, degree)
-    size = whole * packed_bytes(degree) + packed_bytes(rest) + packed_bytes(fixed)
-    lanes = (-(-rows_up // LANES) + -(-rows_down // LANES)) * LANES
-    return _Work(
-        requests=groups,
-        up=samples * rows_up,
-        down=samples * rows_down,
-        residues_up=columns * rows_up,
-        residues_down=columns * rows_down,
-        products=columns * block.program.multiply_adds(),
-        weights=weight_count(block),
-        levels=degree.bit_length() - 1,
-        bytes_up=size * rows_up,
-        bytes_down=size * rows_down,
-        sealed=groups * degree * (rows_up + rows_down) if mode == "standard" else 0,
-        transformed_online=groups * degree * lanes if mode == "batch" else 0,
-    )
-
-
-def _in_lanes(polynomials: int, samples: int) -> int:
-    """Return the products of polynomials with secrets: made LANES at a time, empty lanes included."""
-    if samples < LANES_OF_SAMPLES:
-        return samples * -(-polynomials // LANES) * LANES
-    return polynomials * -(-samples // LANES) * LANES
-
-
-def _hint_rows(block: Block) -> tuple[int, int]:
-    """Return a block's polynomial hints and its rows of dense ones, from their kinds and their size together."""
-    form = block.prepared
-    assert form is not None  # the caller has looked
-    steps = [step for step in block.program.steps if isinstance(step, WEIGHTED)]
-    rows = round(form.hint_bytes / packed_bytes(form.degree))
-    if HintKind.POLYNOMIAL not in form.hints:
-        return 0, rows if HintKind.DENSE in form.hints else 0
-    if HintKind.DENSE not in form.hints or len(steps) != len(form.hints):  # a step that was cut has polynomials
-        return rows, 0
-    dense = sum(prod(s.shape) for s, kind in zip(steps, form.hints, strict=True) if kind is HintKind.DENSE)
-    return max(0, rows - dense), min(dense, rows)
+def _work(plan: Plan, block: Block, mode: ModeName, samples: int, groups: int) -> Work:
+    if mode != "prepared":
+        return coefficient_work(plan.ring, block, mode, samples, groups)
+    assert block.prepared is not None  # the caller has looked
+    return prepared_work(block.program, block.prepared, samples, groups)
 
 
 def _round_trips(plan: Plan, groups: int) -> list[float]:
@@ -343,7 +233,7 @@ def _round_trips(plan: Plan, groups: int) -> list[float]:
     return trips
 
 
-def _payload(work: _Work) -> int:
+def _payload(work: Work) -> int:
     return work.bytes_up + work.bytes_down
 
 
@@ -361,16 +251,31 @@ def _operators(plan: Plan, machine: Machine, samples: int, groups: int) -> float
     return groups * fixed + samples * values * machine.step_value_s
 
 
-def _encryption(work: _Work, machine: Machine) -> _Seconds:
+def _encryption(work: Work, machine: Machine) -> _Seconds:
     """Return what the node does with a block's ciphertexts during a query."""
     serial = work.requests * machine.node_block_s + work.up * machine.up_s + work.down * machine.down_s
-    shared = work.sealed * machine.seal_s + work.transformed_online * work.levels * machine.transform_s
-    return _Seconds(serial, shared / machine.cores)
+    online_s = work.transformed_online * work.levels * machine.transform_s / machine.cores
+    return _Seconds(serial, online_s + _sealing(work, machine))
 
 
-def _evaluation(work: _Work, machine: Machine) -> _Seconds:
+def _sealing(work: Work, machine: Machine) -> float:
+    """Return the seconds of worker processes, one a core: what the busiest does of every request, in whole tasks.
+
+    A block of few values keeps few of them busy; that another group of samples may use the rest is not counted. All
+    rows pass through pipes between the workers and the node.
+    """
+    coefficients = tasks = 0
+    for rows, step in zip(work.sealed, work.tasks, strict=True):
+        turns = -(-rows // (step * machine.cores))
+        coefficients += min(rows, turns * step) * 2**work.levels
+        tasks += turns
+    piped_s = machine.byte_s * _payload(work) if tasks else 0.0
+    return work.requests * (coefficients * machine.seal_s + tasks * machine.exchange_s) + piped_s
+
+
+def _evaluation(work: Work, machine: Machine) -> _Seconds:
     """Return what the server does."""
-    residues = work.residues_up + work.residues_down
+    residues = work.residues_up + work.residues_down + work.moved
     serial = work.requests * (machine.server_block_s + work.weights * machine.weight_s)
     serial += residues * machine.residue_s
     products = work.products * machine.product_s
@@ -379,16 +284,16 @@ def _evaluation(work: _Work, machine: Machine) -> _Seconds:
     return _Seconds(serial, products / machine.cores)
 
 
-def _preparation(work: _Work, machine: Machine) -> float:
+def _preparation(work: Work, machine: Machine) -> float:
     """Return the seconds of preparing a block."""
     if not work.prepared:
         return 0.0
     products = work.transformed * work.levels * machine.transform_s + work.dense * machine.dense_s
-    masks = (work.up + work.down) * machine.mask_s
+    masks = (work.up + work.down + work.moved) * machine.mask_s
     return (work.prepared * machine.preparation_s + products + masks) / machine.cores
 
 
-def _server_memory(plan: Plan, works: list[_Work]) -> int:
+def _server_memory(plan: Plan, works: list[Work]) -> int:
     """Return the server's peak: weights as they are loaded and as they are multiplied, and one block's tensors."""
     weights = sum(work.weights for work in works)
     tensors = max((work.residues_up + work.residues_down) // work.requests for work in works)
@@ -396,12 +301,17 @@ def _server_memory(plan: Plan, works: list[_Work]) -> int:
 
 
 def _node_memory(plan: Plan, mode: ModeName, samples: int, machine: Machine) -> int:
-    """Return the node's peak: hints packed and transformed, polynomials, the pool, and a group under way."""
+    """Return the node's peak: hints packed and transformed, polynomials, the pool, and a group under way.
+
+    In standard mode it has read hints, and prepares nothing: worker processes encrypt.
+    """
     group = min(samples, group_samples(plan, mode))
-    kept = machine.cores * WORKER_BYTES if mode == "standard" else 0
-    if plan.has_prepared_mode:
-        forms = [block.prepared for block in plan.blocks if block.prepared is not None]
-        hints = sum(form.hint_bytes for form in forms)
+    forms = [block.prepared for block in plan.blocks if block.prepared is not None] if plan.has_prepared_mode else []
+    hints = sum(form.hint_bytes for form in forms)
+    kept = 0
+    if mode == "standard":
+        kept = machine.cores * WORKER_BYTES + hints
+    elif forms:
         public = sum(form.ciphertexts * form.degree for form in forms)
         entries = max(1, min(POOL_ENTRIES, POOL_BYTES // max(1, prepared_bytes(plan))))
         kept += round(hints * (1 + _RESIDUE_BYTES / 6.25)) + public * _PUBLIC_BYTES + entries * prepared_bytes(plan)

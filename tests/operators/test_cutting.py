@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 
 import numpy as np
@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heinfer.operators import HintKind, PreparedForm, Program, cutting, evaluate_plain, map_names, prepare_form
+from heinfer.operators import (
+    Hint,
+    HintKind,
+    Outline,
+    PreparedForm,
+    Program,
+    cutting,
+    degrees_from,
+    evaluate_plain,
+    map_names,
+    outlines,
+    prepare_form,
+)
 from heinfer.operators.plain import evaluate_step
 from heinfer.operators.steps import Conv, MatMul, Scale, Step, Sum, Take, Window, WindowSum
 
@@ -19,7 +31,7 @@ POLYNOMIAL, DENSE, ELEMENTWISE = HintKind.POLYNOMIAL, HintKind.DENSE, HintKind.E
 
 @dataclass(frozen=True)
 class Case:
-    """A program, and what its cut must be: values up, kinds of hints, degree, ciphertexts."""
+    """A program, where it is cut (degree, dense steps), and what the cut must be: values up, kinds, ciphertexts."""
 
     program: Program
     arrays: Arrays
@@ -28,6 +40,7 @@ class Case:
     degree: int = 2048
     ciphertexts: int = 1
     front: tuple[str, ...] = field(default=())
+    dense: tuple[int, ...] = ()
 
 
 def drawn(*shape: int) -> np.ndarray:
@@ -75,6 +88,15 @@ def residual(top: Window, bottom: Window, shape: tuple[int, int, int], outputs: 
     )
     weights = {"w": drawn(outputs, shape[0], *top.kernel), "v": drawn(outputs, shape[0], *bottom.kernel)}
     return Program((shape,), steps, (3,)), weights
+
+
+def residual_outputs(top: Window, bottom: Window, shape: tuple[int, int, int]) -> tuple[Program, Arrays]:
+    """Two convolutions of one input, both returned."""
+    steps = (convolution(0, "w", top, 2), convolution(0, "v", bottom, 3))
+    return Program((shape,), steps, (1, 2)), {
+        "w": drawn(2, shape[0], *top.kernel),
+        "v": drawn(3, shape[0], *bottom.kernel),
+    }
 
 
 SAME = (1, 1, 1, 1)
@@ -142,9 +164,23 @@ def dead_input() -> Case:
 
 
 def banded() -> Case:
-    """7x7, strides 2, over 120 x 100: bands of 36 and 24 rows of outputs, 77 and 53 rows of 105 inputs."""
+    """7x7 over 90 x 94: bands of 14 rows of outputs at most, each of 20 rows of 100 inputs; the last of 6 and 12."""
+    window = sliding(90, 94, (7, 7), (1, 1), (3, 3, 3, 3))
+    return Case(*one_conv((2, 90, 94), 2, window), 2 * (6 * 20 + 12) * 100, (POLYNOMIAL,) * 7, ciphertexts=6 * 2 + 2)
+
+
+def banded_in_phases() -> Case:
+    """7x7, strides 2, over 120 x 100: phases of 38 rows of 53, so 35 rows of outputs a band; then 25, from 55 rows."""
     window = sliding(120, 100, (7, 7), (2, 2), (3, 3, 3, 3))
-    return Case(*one_conv((2, 120, 100), 2, window), 2 * (77 + 53) * 105, (POLYNOMIAL, POLYNOMIAL), 8192, 4)
+    return Case(*one_conv((2, 120, 100), 2, window), 2 * (75 + 55) * 105, (POLYNOMIAL, POLYNOMIAL), ciphertexts=8 + 8)
+
+
+def dense_beside_polynomials() -> Case:
+    """Two convolutions of one upload: the second has few positions, a dense hint, and reads a part of the plane."""
+    wide, narrow = sliding(8, 8, (3, 3), pads=SAME), sliding(8, 8, (3, 2), (5, 6), (0, 0, 0, 0))
+    steps = (convolution(0, "w", wide, 4, 2), convolution(0, "v", narrow, 6, 2))
+    arrays = {"w": drawn(4, 2, 3, 3), "v": drawn(6, 2, 3, 2)}
+    return Case(Program(((4, 8, 8),), steps, (1, 2)), arrays, 400, (POLYNOMIAL, DENSE), dense=(1,))
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -154,7 +190,26 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "cropped": lambda: Case(*one_conv((2, 8, 8), 2, sliding(8, 8, (3, 3), pads=(-1, -2, 1, -1))), 2 * 8 * 5),
     "strides": lambda: Case(
-        *one_conv((3, 32, 32), 4, sliding(32, 32, (3, 3), (2, 2), SAME)), 3 * 33 * 33, ciphertexts=3
+        *one_conv((3, 32, 32), 4, sliding(32, 32, (3, 3), (2, 2), SAME)), 3 * 33 * 33, ciphertexts=2
+    ),
+    "strides of 2 and 3 with dilation": lambda: Case(
+        *one_conv((3, 20, 19), 4, sliding(20, 19, (3, 2), (2, 3), SAME, (3, 2))), 3 * 21 * 21
+    ),
+    "patches": lambda: Case(*one_conv((3, 48, 56), 4, sliding(48, 56, (8, 8), (8, 8))), 3 * 48 * 56, ciphertexts=4),
+    "steps over what is read": lambda: Case(*one_conv((2, 30, 30), 3, sliding(30, 30, (2, 2), (5, 7))), 2 * 27 * 30),
+    "strides along one axis": lambda: Case(
+        *one_conv((3, 1, 900), 4, sliding(1, 900, (1, 9), (1, 4))), 3 * 897, ciphertexts=2
+    ),
+    "strides in one row of windows": lambda: Case(
+        *one_conv((2, 5, 40), 3, sliding(5, 40, (5, 4), (5, 4))), 2 * 5 * 40
+    ),
+    "strides of 2 beside 4": lambda: Case(
+        *residual_outputs(sliding(33, 33, (3, 3), (2, 2), SAME), sliding(33, 33, (5, 5), (4, 4), SAME), (3, 33, 33)),
+        3 * 35 * 35, (POLYNOMIAL, POLYNOMIAL), ciphertexts=2,
+    ),
+    "strides of 2 beside 3": lambda: Case(
+        *residual_outputs(sliding(33, 33, (3, 3), (2, 2), SAME), sliding(33, 33, (3, 3), (3, 3)), (3, 33, 33)),
+        3 * 35 * 35, (POLYNOMIAL, POLYNOMIAL), ciphertexts=3,
     ),
     "dilation": lambda: Case(*one_conv((2, 10, 12), 3, sliding(10, 12, (3, 3), (1, 1), SAME, (2, 2))), 2 * 12 * 14),
     "groups": lambda: Case(*one_conv((4, 10, 12), 6, sliding(10, 12, (3, 2), pads=SAME), 2), 4 * 12 * 14),
@@ -169,7 +224,7 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "3x3 beside 1x1": lambda: Case(
         *residual(sliding(32, 32, (3, 3), (2, 2), SAME), sliding(32, 32, (1, 1), (2, 2)), (3, 32, 32), 4),
-        3 * 33 * 33, (POLYNOMIAL, POLYNOMIAL), ciphertexts=3,
+        3 * 33 * 33, (POLYNOMIAL, POLYNOMIAL), ciphertexts=2,
     ),
     "5x5 beside 2x3": lambda: Case(
         *residual(
@@ -186,8 +241,15 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "plane that fills 2048": lambda: Case(*one_conv((2, 64, 32), 2, sliding(64, 32, (2, 2))), 4096, ciphertexts=2),
     "bands": banded,
+    "bands in phases": banded_in_phases,
+    "bands of one row of windows": lambda: Case(
+        *one_conv((1, 20, 900), 2, sliding(20, 900, (6, 3), (3, 1))), 5 * 6 * 900, (POLYNOMIAL,) * 5, ciphertexts=5 * 3
+    ),
     "1x1 strided in bands": lambda: Case(
         *one_conv((1, 224, 199), 2, sliding(224, 199, (1, 1), (2, 2))), 112 * 100, (POLYNOMIAL,) * 2, 8192, 2
+    ),
+    "1x1 in many bands": lambda: Case(
+        *one_conv((3, 112, 112), 2, sliding(112, 112, (1, 1))), 3 * 112**2, (POLYNOMIAL,) * 7, ciphertexts=6 * 3 + 1
     ),
     "tokens": lambda: Case(*one_matmul((5, 7), 3), 35),
     "tokens of rank 3": lambda: Case(*one_matmul((2, 5, 7), 3), 70),
@@ -196,6 +258,18 @@ CASES: dict[str, Callable[[], Case]] = {
     "tokens in parts": lambda: Case(
         *one_matmul((9000, 2), 1), 18000, (POLYNOMIAL, POLYNOMIAL), 8192, 2 + 1
     ),
+    "tokens in parts of 2048": lambda: Case(
+        *one_matmul((2500, 3), 2), 7500, (POLYNOMIAL, POLYNOMIAL), ciphertexts=3 + 1
+    ),
+    "few tokens, dense": lambda: Case(*one_matmul((2, 3, 7), 4), 42, (DENSE,), dense=(0,)),
+    "few tokens of 500, dense": lambda: Case(*one_matmul((6, 500), 4), 3000, (DENSE,), ciphertexts=2, dense=(0,)),
+    "few positions, dense": lambda: Case(
+        *one_conv((4, 5, 5), 6, sliding(5, 5, (3, 2), (1, 2), SAME, (2, 1)), 2), 4 * 7 * 6, (DENSE,), dense=(0,)
+    ),
+    "few positions of a plane that is too large, dense": lambda: Case(
+        *one_conv((2, 60, 60), 3, sliding(60, 60, (59, 59))), 7200, (DENSE,), ciphertexts=4, dense=(0,)
+    ),
+    "dense beside polynomials": dense_beside_polynomials,
     "vector": lambda: Case(*one_matmul((7,), 3), 7, (DENSE,)),
     "row": lambda: Case(*one_matmul((1, 1, 7), 3), 7, (DENSE,)),
     "vector of 5000": lambda: Case(*one_matmul((5000,), 2), 5000, (DENSE,), ciphertexts=3),
@@ -223,8 +297,8 @@ def maps(program: Program, arrays: Arrays) -> Arrays:
     return {name: arrays[name] for name in map_names(program)}
 
 
-def cut(program: Program, arrays: Arrays, degree: int = 2048) -> PreparedForm:
-    form = prepare_form(program, maps(program, arrays), degree)
+def cut(program: Program, arrays: Arrays, degree: int = 2048, dense: tuple[int, ...] = ()) -> PreparedForm:
+    form = prepare_form(program, maps(program, arrays), degree, dense)
     assert form is not None
     return form
 
@@ -257,6 +331,10 @@ def check_equal_function(program: Program, arrays: Arrays, form: PreparedForm) -
         np.testing.assert_array_equal(got, want, strict=True)
 
 
+def cut_case(case: Case) -> PreparedForm:
+    return cut(case.program, case.arrays, case.degree, case.dense)
+
+
 def check_places(form: PreparedForm) -> None:
     """Check that no coefficient is used twice, and that planes lie within ciphertexts."""
     assert len(form.gather) == len(form.positions) == form.values_up == sum(map(prod, form.program.inputs))
@@ -273,16 +351,25 @@ def check_places(form: PreparedForm) -> None:
         first, last = place.min() // form.degree, place.max() // form.degree
         assert (hint.first_ciphertext, hint.ciphertexts) == (first, last - first + 1)
         if hint.kind is POLYNOMIAL:
-            planes = place.T if isinstance(step, MatMul) else place
-            planes = planes.reshape(len(planes), -1)
-            np.testing.assert_array_equal(planes - planes[:, :1], np.broadcast_to(np.arange(hint.plane), planes.shape))
-            np.testing.assert_array_equal(planes[:, 0] // form.degree, planes[:, -1] // form.degree)
+            for plane in planes_of(hint, step, place):
+                rows = np.arange(len(plane))[:, None] * hint.width
+                np.testing.assert_array_equal(plane - plane[0, 0], rows + np.arange(plane.shape[1]))
+                assert plane[0, 0] // form.degree == plane[-1, -1] // form.degree
+                assert plane[-1, -1] - plane[0, 0] < hint.plane
+
+
+def planes_of(hint: Hint, step: Step, place: np.ndarray) -> list[np.ndarray]:
+    """Return where the rows and columns of every plane lie."""
+    if isinstance(step, MatMul):
+        return list(place.T[:, None])
+    down, across = hint.phases
+    return [channel[y::down, x::across] for channel in place for y in range(down) for x in range(across)]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_cut_program_after_the_nodes_front_equals_the_program(name: str) -> None:
     case = CASES[name]()
-    form = cut(case.program, case.arrays)
+    form = cut_case(case)
     check_equal_function(case.program, case.arrays, form)
     assert tuple(step.kind for step in form.front) == case.front
     assert form.program.output_shapes == case.program.output_shapes
@@ -290,26 +377,43 @@ def test_cut_program_after_the_nodes_front_equals_the_program(name: str) -> None
 
 @pytest.mark.parametrize("name", CASES)
 def test_cut_places_every_value_once_and_planes_within_ciphertexts(name: str) -> None:
-    case = CASES[name]()
-    check_places(cut(case.program, case.arrays))
+    check_places(cut_case(CASES[name]()))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_cut_has_the_expected_size(name: str) -> None:
     case = CASES[name]()
-    form = cut(case.program, case.arrays)
+    form = cut_case(case)
     found = (form.values_up, tuple(hint.kind for hint in form.hints), form.degree, form.ciphertexts)
     assert found == (case.values_up, case.kinds, case.degree, case.ciphertexts)
+    assert form.dense == case.dense
     assert form.values_down == sum(prod(shape) for shape in case.program.output_shapes)
     rows = {POLYNOMIAL: form.degree * 50 // 8, DENSE: form.degree * 50 // 8, ELEMENTWISE: 2}
     assert form.hint_bytes == sum(hint.rows * rows[hint.kind] for hint in form.hints)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_cut_at_the_degree_it_chose_is_the_same_cut(name: str) -> None:
+def test_cut_is_repeated_from_its_degree_and_dense_steps(name: str) -> None:
     case = CASES[name]()
-    first = cut(case.program, case.arrays)
-    assert_same(cut(case.program, case.arrays, first.degree), first)
+    first = cut_case(case)
+    assert_same(cut(case.program, case.arrays, first.degree, first.dense), first)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outlines_are_those_of_the_cuts(name: str) -> None:
+    case = CASES[name]()
+    found = list(outlines(case.program, 2048))
+    assert found
+    for outline in found:
+        check_outline(outline, cut(case.program, case.arrays, outline.degree, outline.dense))
+
+
+def check_outline(outline: Outline, form: PreparedForm) -> None:
+    for part in fields(outline):
+        if part.name != "hints":
+            assert getattr(outline, part.name) == getattr(form, part.name), part.name
+    assert outline.hint_bytes == form.hint_bytes
+    assert_same(outline.hints, tuple(replace(hint, step=-1) for hint in form.hints))
 
 
 def assert_same(got: object, want: object) -> None:
@@ -331,32 +435,50 @@ def assert_same(got: object, want: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "kernel", "degree"),
+    ("shape", "kernel", "degrees"),
     [
-        ((1, 4, 8192), (1, 2), 8192),  # a row fills a ciphertext
-        ((1, 4, 8193), (1, 2), None),
-        ((1, 20, 1000), (8, 3), 8192),  # eight rows fit, one row of outputs a band
-        ((1, 20, 1000), (9, 3), None),
-        ((1, 4, 2048), (1, 2), 8192),
-        ((1, 2, 2048), (1, 2), 4096),
-        ((1, 2, 1024), (1, 2), 2048),
-        ((1, 1, 8193), (1, 8193), 2048),  # one position: any map of a vector serves
+        ((1, 4, 8192), (1, 2), (8192,)),  # a row fills a ciphertext
+        ((1, 4, 8193), (1, 2), ()),
+        ((1, 20, 1000), (8, 3), (8192,)),  # eight rows fit, one row of outputs a band
+        ((1, 20, 1000), (9, 3), ()),
+        ((1, 4, 2048), (1, 2), (2048, 4096, 8192)),
+        ((1, 4, 2048), (2, 2), (4096, 8192)),
+        ((1, 1, 8193), (1, 8193), (2048, 4096, 8192)),  # one position: any map of a vector serves
     ],
 )
-def test_cut_takes_the_smallest_degree_and_none_where_no_band_fits(
-    shape: tuple[int, int, int], kernel: tuple[int, int], degree: int | None
+def test_outlines_are_of_all_degrees_at_which_a_band_fits(
+    shape: tuple[int, int, int], kernel: tuple[int, int], degrees: tuple[int, ...]
 ) -> None:
     program, _ = one_conv(shape, 1, sliding(*shape[1:], kernel))
-    form = prepare_form(program, {}, 2048)
-    assert (None if form is None else form.degree) == degree
+    assert tuple(outline.degree for outline in outlines(program, 2048)) == degrees
 
 
-def test_cut_of_two_steps_takes_the_degree_of_the_larger() -> None:
-    steps = (MatMul(0, "w", (3,)), MatMul(1, "v", (3000, 1)))
-    form = cut(Program(((7,), (3000, 2)), steps, (2, 3)), {})
-    assert form.degree == 4096
+def test_outlines_are_none_where_one_of_two_steps_fits_no_degree() -> None:
     wide = convolution(1, "v", sliding(2, 9000, (2, 3)), 1)
-    assert prepare_form(Program(((7,), (1, 2, 9000)), (steps[0], wide), (2, 3)), {}, 2048) is None
+    program = Program(((7,), (1, 2, 9000)), (MatMul(0, "w", (3,)), wide), (2, 3))
+    assert not list(outlines(program, 2048))
+    assert prepare_form(program, {}, 8192) is None
+
+
+def test_outlines_make_steps_dense_from_the_fewest_positions_on() -> None:
+    steps = (MatMul(0, "w", (4, 3)), MatMul(1, "v", (2, 3)), MatMul(2, "u", (100, 3)), MatMul(3, "t", (3,)))
+    program = Program(((4, 5), (2, 5), (100, 5), (5,)), steps, (4, 5, 6, 7))
+    found = [(outline.degree, outline.dense) for outline in outlines(program, 4096)]
+    assert found == [(n, dense) for n in (4096, 8192) for dense in ((), (1,), (0, 1))]
+    for outline in outlines(program, 4096):
+        rows = [12 if 0 in outline.dense else 3, 6 if 1 in outline.dense else 3, 3, 3]
+        assert [hint.rows for hint in outline.hints] == rows
+
+
+def test_dense_steps_that_have_no_choice_are_not_dense_by_choice() -> None:
+    program, arrays = one_matmul((100, 5), 2)
+    form = cut(program, arrays, dense=(0, 7))
+    assert (form.dense, [hint.kind for hint in form.hints]) == ((), [POLYNOMIAL])
+
+
+@pytest.mark.parametrize(("degree", "found"), [(2048, (2048, 4096, 8192)), (8192, (8192,)), (16384, (16384,))])
+def test_degrees_of_blocks_double_from_the_rings_up_to_the_largest(degree: int, found: tuple[int, ...]) -> None:
+    assert degrees_from(degree) == found
 
 
 @pytest.mark.parametrize("degree", [2048, 4096, 8192])
@@ -422,17 +544,14 @@ def test_cut_of_random_convolutions_into_bands_keeps_function_and_places(found: 
     program, arrays = found
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cutting, "MAX_DEGREE", LARGEST_SMALL_DEGREE)
-        form = prepare_form(program, {}, SMALL_DEGREE)
-        if form is None:
-            assert any(
-                covered(step.window, 1) * extent(step.window, 0) > LARGEST_SMALL_DEGREE for step in program.steps
-            )
-            return
-        assert_same(prepare_form(program, {}, form.degree), form)
-        smaller = prepare_form(program, {}, form.degree // 2)
-    assert form.degree == SMALL_DEGREE or (smaller is not None and smaller.degree == form.degree)
-    check_equal_function(program, arrays, form)
-    check_places(form)
+        found = list(outlines(program, SMALL_DEGREE))
+    if not found:
+        assert any(covered(step.window, 1) * extent(step.window, 0) > LARGEST_SMALL_DEGREE for step in program.steps)
+    for outline in found:
+        form = cut(program, arrays, outline.degree, outline.dense)
+        check_outline(outline, form)
+        check_equal_function(program, arrays, form)
+        check_places(form)
 
 
 @given(convolutions())
@@ -473,8 +592,11 @@ def test_cut_of_random_matmuls_in_parts_keeps_function_and_places(tokens: list[i
     program, arrays = one_matmul((*tokens, inputs), outputs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cutting, "MAX_DEGREE", LARGEST_SMALL_DEGREE)
-        form = prepare_form(program, {}, SMALL_DEGREE)
-    assert form is not None
-    assert form.values_up == prod(tokens) * inputs  # tokens need no padding
-    check_equal_function(program, arrays, form)
-    check_places(form)
+        found = list(outlines(program, SMALL_DEGREE))
+    assert {outline.degree for outline in found} == {16, 32, 64}
+    for outline in found:
+        form = cut(program, arrays, outline.degree, outline.dense)
+        check_outline(outline, form)
+        assert form.values_up == prod(tokens) * inputs  # tokens need no padding
+        check_equal_function(program, arrays, form)
+        check_places(form)

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from heinfer.operators import Hint, HintKind, PreparedForm, Program, evaluate_plain, hints, make_hints
 from heinfer.ring import WEIGHT_LIMIT, RingParameters
-from tests.operators.test_cutting import CASES, Arrays, convolutions, cut, one_conv, one_matmul, server_inputs, sliding
+from tests.operators.test_cutting import (
+    CASES,
+    Arrays,
+    convolutions,
+    cut,
+    cut_case,
+    one_conv,
+    one_matmul,
+    server_inputs,
+    sliding,
+)
 
 LIMB = 25
 
@@ -63,7 +73,10 @@ def correct(hint: Hint, made: np.ndarray, secret: np.ndarray, masked: np.ndarray
 
 
 def check_hints(program: Program, arrays: Arrays, seed: int = 0) -> None:
-    form = cut(program, arrays)
+    check_form(cut(program, arrays), arrays, seed)
+
+
+def check_form(form: PreparedForm, arrays: Arrays, seed: int = 0) -> None:
     parameters = RingParameters.default(form.degree)
     q = parameters.modulus
     generator = np.random.default_rng(seed)
@@ -89,13 +102,16 @@ def check_hints(program: Program, arrays: Arrays, seed: int = 0) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_hint_times_secret_equals_the_step_applied_to_a_times_secret(name: str) -> None:
     case = CASES[name]()
-    check_hints(case.program, case.arrays)
+    check_form(cut_case(case), case.arrays)
 
 
 @settings(max_examples=25)
 @given(convolutions(largest=8), st.integers(0, 2**32 - 1))
 def test_hints_of_random_convolutions_times_secret_equal_the_step(found: tuple[Program, Arrays], seed: int) -> None:
-    check_hints(*found, seed)
+    program, arrays = found
+    few = [number for number, step in enumerate(program.steps) if prod(step.window.output) <= 16]
+    for dense in ((), few):
+        check_form(cut(program, arrays, dense=dense), arrays, seed)
 
 
 @settings(max_examples=15)
@@ -103,7 +119,9 @@ def test_hints_of_random_convolutions_times_secret_equal_the_step(found: tuple[P
 def test_hints_of_random_matmuls_times_secret_equal_the_step(
     tokens: list[int], inputs: int, outputs: int, seed: int
 ) -> None:
-    check_hints(*one_matmul((*tokens, inputs), outputs), seed)
+    program, arrays = one_matmul((*tokens, inputs), outputs)
+    for dense in ((), (0,)):
+        check_form(cut(program, arrays, dense=dense), arrays, seed)
 
 
 @pytest.mark.parametrize("kind", ["conv", "tokens"])

@@ -10,7 +10,8 @@ import pytest
 from heinfer.errors import InputError
 from heinfer.plan import Plan, read_plan
 from heinfer.plan import forecast as forecasts
-from heinfer.plan.forecast import FRAME_BYTES, ModeName, forecast, group_samples, prepared_bytes, weight_count
+from heinfer.plan import work as works
+from heinfer.plan.forecast import FRAME_BYTES, forecast, group_samples, prepared_bytes
 from heinfer.plan.machine import (
     SHIPPED,
     Link,
@@ -20,11 +21,12 @@ from heinfer.plan.machine import (
     read_machine,
     write_machine,
 )
+from heinfer.plan.work import ModeName, weight_count
 from heinfer.processes import core_count
 from heinfer.wire import BlockAnswer, BlockRequest, Chunk, Limits, Mode, block_shapes
 from heinfer.wire.codec import encode_node_event, encode_server_event
 from heinfer.wire.frames import HEADER_BYTES
-from trusted_node import engine, pool, preparation
+from trusted_node import engine, pool, preparation, uploads
 
 MODES: dict[ModeName, Mode] = {"standard": Mode.STANDARD, "prepared": Mode.PREPARED, "batch": Mode.BATCH}
 
@@ -58,9 +60,10 @@ def test_forecast_bytes_are_those_of_the_protocol_for_every_block(plan: Plan, mo
 def test_forecast_constants_are_those_of_the_node_and_the_wire() -> None:
     assert (forecasts.GROUP_BYTES, forecasts.GROUP_SAMPLES) == (engine.PREPARED_BYTES, engine.PREPARED_SAMPLES)
     assert forecasts.GROUPS_IN_FLIGHT == engine.GROUPS_IN_FLIGHT
-    assert forecasts.LANES_OF_SAMPLES == preparation._LANES_OF_SAMPLES
+    assert works.TASK_ROWS == uploads.TASK_ROWS
+    assert works.LANES_OF_SAMPLES == preparation._LANES_OF_SAMPLES
     assert (forecasts.POOL_ENTRIES, forecasts.POOL_BYTES) == (pool.POOL_ENTRIES, pool.POOL_BYTES)
-    assert Limits().chunk_bytes == forecasts.CHUNK_BYTES
+    assert Limits().chunk_bytes == works.CHUNK_BYTES
 
 
 def test_forecast_framing_is_that_of_a_request_and_its_answer() -> None:
@@ -95,6 +98,25 @@ def test_forecast_more_cores_are_faster_and_more_samples_slower(plan: Plan) -> N
     assert forecast(plan, "standard", 2048, SHIPPED).total_s < 2 * forecast(plan, "standard", 1, SHIPPED).total_s
 
 
+def test_forecast_of_standard_mode_waits_for_the_worker_that_has_most_tasks(plan: Plan) -> None:
+    """LeNet-5's last block decrypts 10 rows: one task, however many workers there are."""
+    few = forecast(plan, "standard", 1, replace(SHIPPED, cores=1)).blocks[-1]
+    many = forecast(plan, "standard", 1, replace(SHIPPED, cores=64)).blocks[-1]
+    rows = plan.blocks[-1].input_rows, plan.blocks[-1].output_rows
+    assert rows == (84, 10)
+    spared = (84 - works.TASK_ROWS) * 2048 * SHIPPED.seal_s + 2 * SHIPPED.exchange_s
+    assert few.node_s - many.node_s == pytest.approx(spared)
+
+
+def test_forecast_of_standard_mode_has_workers_that_start_once_and_keeps_no_pool(plan: Plan) -> None:
+    two, three = (forecast(plan, "standard", 1, replace(SHIPPED, cores=cores)) for cores in (2, 3))
+    assert three.node_memory_bytes - two.node_memory_bytes == forecasts.WORKER_BYTES
+    hints = sum(block.prepared.hint_bytes for block in plan.blocks if block.prepared is not None)
+    assert two.node_memory_bytes < forecasts.NODE_BASE_BYTES + 2 * forecasts.WORKER_BYTES + hints + 10**6
+    assert two.start_s == forecasts.WORKER_START_S
+    assert forecast(plan, "prepared", 1, SHIPPED).start_s == 0
+
+
 def test_forecast_link_adds_its_round_trips_and_its_bits(plan: Plan) -> None:
     alone = forecast(plan, "prepared", 1, SHIPPED)
     far = forecast(plan, "prepared", 1, SHIPPED, Link(rtt_s=0.1))
@@ -107,13 +129,13 @@ def test_forecast_link_adds_its_round_trips_and_its_bits(plan: Plan) -> None:
 def test_forecast_memory_holds_weights_hints_and_the_pool(plan: Plan) -> None:
     found = forecast(plan, "prepared", 1, SHIPPED)
     hints = sum(block.prepared.hint_bytes for block in plan.blocks if block.prepared is not None)
-    weights = 8 * sum(map(weight_count, plan.blocks))
+    weights = 8 * sum(weight_count(block.program) for block in plan.blocks)
     assert found.node_memory_bytes > forecasts.NODE_BASE_BYTES + hints + 16 * prepared_bytes(plan)
     assert found.server_memory_bytes > forecasts.SERVER_BASE_BYTES + weights
 
 
 def test_weight_count_is_that_of_lenet(plan: Plan) -> None:
-    assert [weight_count(block) for block in plan.blocks] == [6 * 25, 6 * 16 * 25, 256 * 120, 120 * 84, 84 * 10]
+    assert [weight_count(block.program) for block in plan.blocks] == [6 * 25, 6 * 16 * 25, 256 * 120, 120 * 84, 84 * 10]
 
 
 @pytest.mark.parametrize(("text", "value"), [("100Mbit", 1e8), ("1.5Gbit", 1.5e9), ("64kbit", 64e3), ("0.5Gbit", 5e8)])
