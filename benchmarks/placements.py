@@ -1,9 +1,19 @@
-"""Values that cross under the minimum cut, beside a first-come placement: a free operator stays where its inputs are.
+"""Values that cross between node and server under four placements of the same model.
+
+    first come    every operator as soon as what it reads is there: weights in the first round in which the node has
+                  their input; free operators on the server where all that they read is made in the same round, else on
+                  the node
+    patient       as first come, but a free operator whose operands are all encrypted stays on the server, even where
+                  one of them must wait for the other
+    cut           the minimum cut of `partitioner.placement`, on the graph as exported and folded
+    product       the same after `partitioner.pipeline.save_values`: what `heinfer partition` does
 
     python benchmarks/placements.py [--only resnet50 unet ...] [--json benchmarks/results/placements.json]
 
-Values are those of prepared mode, padding included. The models are those of tests/coverage: random weights at the sizes
-of the published ones, and small architectures exported by torch.onnx.
+Values are those of prepared mode, padding included: 6.25 bytes each, either way. The models are those of
+tests/coverage: random weights at the sizes of the published ones, and small architectures exported by torch.onnx. The
+resnet50 there has the strides of three stages in 3x3 convolutions; resnet50_v1 is the same with them in the 1x1
+convolutions in front, as in the models that He et al. published with "Deep residual learning for image recognition".
 """
 
 from __future__ import annotations
@@ -28,46 +38,34 @@ prepare_environment()
 
 from heinfer.ring import RingParameters  # noqa: E402
 from partitioner import pipeline  # noqa: E402
-from partitioner.lowering import Lowered, Placement  # noqa: E402
 from partitioner.placement import Side, place  # noqa: E402
-from partitioner.shapes import Shape  # noqa: E402
 from tests.coverage.architectures import ARCHITECTURES  # noqa: E402
 from tests.coverage.light_models import NAMES, light_model  # noqa: E402
 from tests.coverage.test_architectures import Case, export  # noqa: E402
+from tests.partitioner.greedy import first_come, patient  # noqa: E402
 
 Place = Callable[..., dict[ir.Node, Side]]
+#: Placement, and whether operators are moved through others before.
+PLACEMENTS: Mapping[str, tuple[Place, bool]] = {
+    "first come": (first_come, False),
+    "patient": (patient, False),
+    "cut": (place, False),
+    "product": (place, True),
+}
 
 
-def first_come(
-    model: ir.Model,
-    lowered: Mapping[ir.Node, Lowered],
-    shapes: Mapping[str, Shape],
-    on_node: Collection[ir.Node] = (),
-    on_server: Collection[ir.Node] = (),
-) -> dict[ir.Node, Side]:
-    """Place operators in order: under encryption where all that they read is encrypted, else on the node."""
-    sides: dict[ir.Node, Side] = {}
-    for node in model.graph:
-        placement = lowered[node].placement
-        producers = [value.producer() for value in lowered[node].sources]
-        encrypted = all(p is not None and sides[p] in (Side.WEIGHTED, Side.AFTER_WEIGHTS) for p in producers)
-        if placement is Placement.WEIGHTED:
-            sides[node] = Side.WEIGHTED
-        elif placement is not Placement.NODE and node not in on_node and producers and encrypted:
-            sides[node] = Side.AFTER_WEIGHTS
-        else:
-            sides[node] = Side.NODE
-    return sides
-
-
-def crossing(model: Path, placement: Place) -> dict[str, int]:
+def crossing(model: Path, placement: Place, saves: bool) -> dict[str, int]:
     """Place a model's operators; return values up and down for one sample, and rounds."""
-    original, pipeline.place = pipeline.place, placement
+    original = pipeline.place, pipeline.save_values
+    pipeline.place = placement
+    if not saves:
+        pipeline.save_values = lambda model, pinned: None
     try:
         prepared = pipeline.prepare(model, RingParameters.default())
     finally:
-        pipeline.place = original
+        pipeline.place, pipeline.save_values = original
     forms = [built.block.prepared for built in prepared.blocks]
+    assert all(form is not None for form in forms), "prepared mode lacks a block of this model"
     return {
         "up": sum(form.values_up for form in forms if form is not None),
         "down": sum(form.values_down for form in forms if form is not None),
@@ -78,8 +76,36 @@ def crossing(model: Path, placement: Place) -> dict[str, int]:
 def models(only: Collection[str], folder: Path) -> Mapping[str, Callable[[], onnx.ModelProto]]:
     """Return the models by name, made when they are asked for."""
     made: dict[str, Callable[[], onnx.ModelProto]] = {name: lambda name=name: light_model(name) for name in NAMES}
+    made["resnet50_v1"] = lambda: strides_in_front(light_model("resnet50"))
     made |= {name: lambda name=name: export(Case(name, "torchscript"), folder) for name in ARCHITECTURES}
     return {name: make for name, make in made.items() if not only or name in only}
+
+
+def strides_in_front(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Give the strides of every 3x3 convolution of a ResNet to the 1x1 convolution in front of it, in place."""
+    makers = {node.output[0]: node for node in model.graph.node}
+    for node in model.graph.node:
+        strides = next((a for a in node.attribute if a.name == "strides" and max(a.ints) > 1), None)
+        kernel = next((list(a.ints) for a in node.attribute if a.name == "kernel_shape"), None)
+        if node.op_type != "Conv" or kernel != [3, 3] or strides is None:
+            continue
+        before = makers[node.input[0]]
+        while before.op_type != "Conv":  # a BatchNormalization and a Relu
+            before = makers[before.input[0]]
+        for attribute in before.attribute:
+            if attribute.name == "strides":
+                attribute.CopyFrom(strides)
+        strides.ints[:] = [1, 1]
+    return model
+
+
+def row(name: str, found: Mapping[str, Mapping[str, int]]) -> str:
+    """Return a line of docs/placement.md: values under each placement, rounds, what is left."""
+    totals = {key: each["up"] + each["down"] for key, each in found.items()}
+    cells = [f"{total:,}" for total in totals.values()]
+    rounds = f"{found['first come']['rounds']}, {found['product']['rounds']}"
+    share = totals["product"] / totals["first come"]
+    return f"| {name} | {' | '.join(cells)} | {rounds} | {share:.1%} |"
 
 
 def main() -> None:
@@ -89,14 +115,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results: dict[str, Any] = {}
+    print(f"| model | {' | '.join(PLACEMENTS)} | rounds | product / first come |\n|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         for name, make in models(options.only, Path(folder)).items():
             onnx.save(make(), path)
-            cut, greedy = crossing(path, place), crossing(path, first_come)
-            results[name] = {"minimum_cut": cut, "first_come": greedy}
-            share = (cut["up"] + cut["down"]) / (greedy["up"] + greedy["down"])
-            print(f"{name:28} cut {cut}  first come {greedy}  ratio {share:.3f}", flush=True)
+            results[name] = {key: crossing(path, *how) for key, how in PLACEMENTS.items()}
+            print(row(name, results[name]), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

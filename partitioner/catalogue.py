@@ -155,11 +155,12 @@ transformer, (samples * windows, tokens, d) of a Swin transformer."""
 
 _FREE = """
 Mul and Div by one number, and Einsum of one activation alone, belong here too. Constants that are added are biases, and
-the node applies them. The partitioner finds the cheapest placement by a minimum cut."""
+the node applies them. The partitioner finds the cheapest placement by a minimum cut ([placement.md](placement.md))."""
 
 _REWRITTEN = """
 Normalisations that an exporter has taken apart are one operator again, LayerNormalization or GroupNormalization. What
-follows from shapes and constants alone is computed; what changes nothing is removed."""
+follows from shapes and constants alone is computed; what changes nothing is removed. A ConvTranspose that crops nothing
+and the Conv behind it are one ConvTranspose; an AveragePool behind a 1x1 Conv moves in front of it."""
 
 _ON_NODE = """
 ## On the node, in the clear

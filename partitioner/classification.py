@@ -19,6 +19,7 @@ from heinfer.errors import UnsupportedModelError
 from partitioner.convolutions import lower_conv, lower_conv_transpose
 from partitioner.elementwise import lower_batch_normalization, lower_negation, lower_product, lower_sum
 from partitioner.lowering import ON_NODE, Context, Lowered, constant
+from partitioner.misfits import blamed
 from partitioner.movements import lower_movement, lower_resize, lower_where
 from partitioner.pooling import lower_average_pool, lower_cumulative_sum, lower_reduction
 from partitioner.products import lower_einsum, lower_gemm, lower_matmul
@@ -53,7 +54,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "BatchNormalization": Rule(
             lower_batch_normalization,
-            "folds into a Conv, ConvTranspose or Gemm in front of it; else a block of its own",
+            "folds into a Conv, ConvTranspose or Gemm in front of it, or through Relu into weights behind it; else a "
+            "block of its own",
             weighted=True,
         ),
         "Mul": Rule(
@@ -141,7 +143,8 @@ def _lower(node: ir.Node, context: Context) -> Lowered:
     rule = RULES.get(node.op_type)
     if rule is None or node.domain not in ("", "ai.onnx") or (not weights and _is_empty(node, context)):
         return ON_NODE
-    return rule.lower(node, context)
+    with blamed(node):
+        return rule.lower(node, context)
 
 
 def _is_empty(node: ir.Node, context: Context) -> bool:

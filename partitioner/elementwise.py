@@ -1,7 +1,8 @@
 """Lowering of sums, and of products and shifts by constants: Add, Sub, Sum, Mean, Neg, Mul, Div, BatchNormalization.
 
 A product with a tensor of constants holds weights and is pinned to the server; one with a single number changes nothing
-but the scale of the result, which is the node's. Constants that are added are biases, and the node's too.
+but the scale of the result, which is the node's; so do signs and powers of two, channel by channel, which is what
+`partitioner.homogeneous` leaves of a normalisation. Constants that are added are biases, and the node's too.
 """
 
 from __future__ import annotations
@@ -30,23 +31,29 @@ from partitioner.lowering import (
 
 
 def lower_batch_normalization(node: ir.Node, context: Context) -> Lowered:
-    """BatchNormalization that did not fold into a neighbour: a product with the channel's gain, then a shift."""
+    """BatchNormalization that did not fold into a neighbour: a product with the channel's gain, then a shift.
+
+    Gains that are powers of two with signs hold no weights, and the operator is free.
+    """
     parameters = [constant(value) for value in node.inputs[1:5]]
     source = context.shape(node.inputs[0])
     if any(p is None for p in parameters):
         return ON_NODE
-    if source is None:
-        return context.refuse(node, NOT_LEADING)
     gain, beta, mean, variance = (np.asarray(p, np.float64) for p in parameters)
     gain = gain / np.sqrt(variance + node.attributes.get_float("epsilon", 1e-5))
+    free = bool(np.all((gain == 0) | (np.frexp(gain)[0] == np.copysign(0.5, gain))))
+    if free and (source is None or not np.all(gain)):
+        return ON_NODE
+    if source is None:
+        return context.refuse(node, NOT_LEADING)
     channels = (-1, *([1] * (len(source) - 1)))
 
     def emit(builder: Builder, values: Sequence[int]) -> int:
-        weights = np.broadcast_to(gain.reshape(channels), source).copy()
-        result = builder.add(Scale(values[0], builder.array(weights), source))
-        return shift(builder, result, (beta - mean * gain).reshape(channels))
+        factors = builder.array(np.broadcast_to(gain.reshape(channels), source).copy())
+        step = Rescale(values[0], factors, source) if free else Scale(values[0], factors, source)
+        return shift(builder, builder.add(step), (beta - mean * gain).reshape(channels))
 
-    return Lowered(Placement.WEIGHTED, (operand(node, 0),), emit)
+    return Lowered(Placement.LINEAR if free else Placement.WEIGHTED, (operand(node, 0),), emit)
 
 
 def lower_product(node: ir.Node, context: Context) -> Lowered:

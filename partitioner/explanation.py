@@ -11,6 +11,7 @@ from math import prod
 
 import onnx_ir as ir
 
+from partitioner.homogeneous import NOTE
 from partitioner.lowering import Lowered, Placement
 from partitioner.pinning import PinnedNodes
 from partitioner.placement import Side
@@ -35,7 +36,15 @@ def explain(
         pinned: what the user has pinned.
         moved: free operators that scales or cycles have moved to the node.
     """
-    return {node: _reason(node, lowered[node], side, shapes, pinned, moved) for node, side in sides.items()}
+    return {
+        node: _noted(node, _reason(node, lowered[node], side, shapes, pinned, moved)) for node, side in sides.items()
+    }
+
+
+def _noted(node: ir.Node, reason: str) -> str:
+    """Say first what a pass has noted of an operator."""
+    note = node.meta.get(NOTE)
+    return reason if note is None else f"{note}; {reason}"
 
 
 def _reason(

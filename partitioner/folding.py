@@ -26,9 +26,10 @@ from onnxscript.rewriter.rules.common import (
 )
 
 from partitioner.lowering import add_initialiser, constant, operand
+from partitioner.misfits import blamed
 from partitioner.shapes import Shape, infer_shapes
 
-_WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 _BATCH_NORM_RULES = (
     fuse_batchnorm_into_conv_rule,
@@ -45,7 +46,8 @@ def fold(model: ir.Model) -> None:
     shapes = infer_shapes(model)
     for node in list(model.graph):
         if node.op_type in ("Mul", "Div"):
-            _fold_product(model, node, shapes)
+            with blamed(node):
+                _fold_product(model, node, shapes)
     common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
     common_passes.NameFixPass()(model)
@@ -67,7 +69,7 @@ def _fold_product(model: ir.Model, node: ir.Node, shapes: Mapping[str, Shape]) -
     widens = factor.size > 1 and (shape is None or shape != product)  # readers need the product's axes, not the value's
     if not widens and _readers_fold(node, factor):
         for use in list(node.outputs[0].uses()):
-            _scale_input(model, use.node, factor)
+            scale_input(model, use.node, factor)
         node.outputs[0].replace_all_uses_with(value)
         return
     bias = _bias_between(producer, value)
@@ -83,7 +85,7 @@ def _fold_product(model: ir.Model, node: ir.Node, shapes: Mapping[str, Shape]) -
         added = constant(producer.inputs[bias])
         assert added is not None  # `_bias_between` has found it
         _replace(model, producer, bias, added.astype(np.float64) * factor)
-    _take_over(node.outputs[0], value)
+    take_over(node.outputs[0], value)
 
 
 def _bias_between(producer: ir.Node | None, value: ir.Value) -> int | None:
@@ -97,7 +99,7 @@ def _bias_between(producer: ir.Node | None, value: ir.Value) -> int | None:
     return found[0] if array is not None and array.dtype == np.float32 and np.all(np.isfinite(array)) else None
 
 
-def _take_over(old: ir.Value, new: ir.Value) -> None:
+def take_over(old: ir.Value, new: ir.Value) -> None:
     """Replace a value everywhere; a result of the model keeps its name."""
     name, is_result = old.name, old.is_graph_output()
     old.replace_all_uses_with(new, replace_graph_outputs=True)
@@ -111,11 +113,11 @@ def _readers_fold(node: ir.Node, factor: NDArray[np.float64]) -> bool:
     return (
         bool(uses)
         and not node.outputs[0].is_graph_output()
-        and all(u.node.op_type in _WEIGHTED and u.idx == 0 and _input_factors(u.node, factor) is not None for u in uses)
+        and all(u.node.op_type in WEIGHTED and u.idx == 0 and input_factors(u.node, factor) is not None for u in uses)
     )
 
 
-def _input_factors(reader: ir.Node, factor: NDArray[np.float64]) -> NDArray[np.float64] | None:
+def input_factors(reader: ir.Node, factor: NDArray[np.float64]) -> NDArray[np.float64] | None:
     """Return what a reader's weights are multiplied with, shaped like them up to broadcasting; None if it can't be.
 
     A factor of higher rank than the weights might add an axis to the activation and does not fold.
@@ -144,7 +146,7 @@ def _input_factors(reader: ir.Node, factor: NDArray[np.float64]) -> NDArray[np.f
 def _producer_folds(producer: ir.Node, value: ir.Value) -> bool:
     """Whether the operator in front of a product has constant weights, and nothing else reads its result."""
     return (
-        producer.op_type in (*_WEIGHTED, "BatchNormalization")
+        producer.op_type in (*WEIGHTED, "BatchNormalization")
         and all(constant(value) is not None for value in producer.inputs[1:] if value is not None)
         and len(list(value.uses())) == 1
         and not value.is_graph_output()
@@ -207,8 +209,9 @@ def _scale_rows(model: ir.Model, node: ir.Node, rows: NDArray[np.float64]) -> No
         _replace(model, node, 2, bias * rows)
 
 
-def _scale_input(model: ir.Model, node: ir.Node, factor: NDArray[np.float64]) -> None:
-    weights, factors = constant(node.inputs[1]), _input_factors(node, factor)
+def scale_input(model: ir.Model, node: ir.Node, factor: NDArray[np.float64]) -> None:
+    """Multiply the weights of an operator with a factor of what it reads, which `input_factors` has accepted."""
+    weights, factors = constant(node.inputs[1]), input_factors(node, factor)
     assert weights is not None  # the callers have checked
     assert factors is not None
     _replace(model, node, 1, weights.astype(np.float64) * factors)
@@ -252,7 +255,7 @@ def _split_gemm(model: ir.Model) -> None:
         total = ir.Node("", "Add", [alone.outputs[0], added], name=f"{node.name}.sum")
         graph.insert_before(node, total)
         total.outputs[0].type = node.outputs[0].type
-        _take_over(node.outputs[0], total.outputs[0])
+        take_over(node.outputs[0], total.outputs[0])
         graph.remove(node, safe=True)
 
 
@@ -278,7 +281,7 @@ def _swap_gemm(model: ir.Model, node: ir.Node, weights: NDArray[Any]) -> None:
     back = ir.Node("", "Transpose", [swapped.outputs[0]], [ir.AttrInt64s("perm", (1, 0))], name=f"{node.name}.back")
     graph.insert_after(swapped, back)
     back.outputs[0].type = node.outputs[0].type
-    _take_over(node.outputs[0], back.outputs[0])
+    take_over(node.outputs[0], back.outputs[0])
     graph.remove(node, safe=True)
 
 

@@ -35,6 +35,12 @@ class PinnedNodes:
     on_server: frozenset[ir.Node] = field(default_factory=frozenset)
 
 
+def named(model: ir.Model, pins: Pins) -> frozenset[ir.Node]:
+    """Return the operators that any pattern names, for passes that must leave them as they are."""
+    patterns = (*pins.on_node, *pins.on_server)
+    return frozenset(node for node in model.graph if any(_matches(node, pattern) for pattern in patterns))
+
+
 def find_pinned(model: ir.Model, lowered: Mapping[ir.Node, Lowered], pins: Pins) -> PinnedNodes:
     """Return the nodes that are pinned.
 
@@ -73,7 +79,7 @@ def without_pinned(lowered: Mapping[ir.Node, Lowered], pinned: PinnedNodes) -> d
 def _matching(model: ir.Model, patterns: Sequence[str]) -> list[ir.Node]:
     found: list[ir.Node] = []
     for pattern in patterns:
-        matches = [n for n in model.graph if fnmatchcase(str(n.name), pattern) or fnmatchcase(n.op_type, pattern)]
+        matches = [n for n in model.graph if _matches(n, pattern)]
         if not matches:
             names = [name for n in model.graph for name in (str(n.name), n.op_type)]
             near = get_close_matches(pattern, names, n=1)
@@ -81,3 +87,7 @@ def _matching(model: ir.Model, patterns: Sequence[str]) -> list[ir.Node]:
             raise InputError(f"no operator's name or type is {pattern!r}{hint}")
         found += matches
     return found
+
+
+def _matches(node: ir.Node, pattern: str) -> bool:
+    return fnmatchcase(str(node.name), pattern) or fnmatchcase(node.op_type, pattern)

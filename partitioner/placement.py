@@ -10,6 +10,12 @@ first; a free operator sits in one of the three. So each operator has two binary
 "in front of weights", and each value costs its size when it crosses from 0 to 1 of the first (download) or of the
 second (upload), once however many read it. That is a minimum cut: 0 is the source's side, an edge u -> v costs its
 capacity where u is 0 and v is 1, and an edge without capacity forbids that.
+
+Operators that meet on the server run in one block, in the round of the last. A projection that its sum makes wait reads
+again what others have read rounds before, under another secret: such an upload is charged to the sum. In prepared mode
+what goes up is what the weights read, padding included, on whichever side movements in front of them are; so padding is
+the same for all placements.
+
 Example: the sum of two convolutions belongs on the server, which then answers one value instead of two; average pooling
 after a nonlinearity belongs on the node, which then uploads fewer.
 """
@@ -25,7 +31,8 @@ import networkx as nx
 import onnx_ir as ir
 
 from heinfer.errors import Offence, UnsupportedModelError
-from partitioner.lowering import Lowered, Placement
+from partitioner.costs import DOWN, UP
+from partitioner.lowering import Lowered, Placement, constant
 from partitioner.shapes import Shape
 
 
@@ -44,8 +51,6 @@ class Side(Enum):
 
 
 _SOURCE, _SINK = "source", "sink"
-#: One value's weight in the cut; the unit below it breaks ties towards the node.
-_VALUE_COST = 1000
 _Vertex = tuple[str, int, str]
 
 
@@ -71,15 +76,18 @@ def place(
     index = {node: i for i, node in enumerate(model.graph)}
     graph: nx.DiGraph[Any] = nx.DiGraph()
     graph.add_nodes_from((_SOURCE, _SINK))
+    late = _late_uploads(model, lowered, shapes)
     for node in model.graph:
         kind = Placement.NODE if node in on_node else lowered[node].placement
         if kind is not Placement.WEIGHTED:
             makes_result = any(value.is_graph_output() for value in node.outputs)
             _add_operator(graph, index[node], kind, makes_result, node in on_server)
+            if kind is not Placement.NODE and node in late:
+                graph.add_edge(_variable(index[node], "node"), _SINK, capacity=late[node] * UP)
     for value in _values(model):
         shape = shapes.get(str(value.name))
         if shape is not None:
-            _add_value(graph, value, prod(shape) * _VALUE_COST, index, lowered)
+            _add_value(graph, value, prod(shape), index, lowered)
     try:
         _, (zero, _) = nx.minimum_cut(graph, _SOURCE, _SINK)
     except nx.NetworkXUnbounded as error:
@@ -120,13 +128,13 @@ def _add_operator(graph: nx.DiGraph[Any], node: int, kind: Placement, makes_resu
 
 
 def _add_value(
-    graph: nx.DiGraph[Any], value: ir.Value, cost: int, index: Mapping[ir.Node, int], lowered: Mapping[ir.Node, Lowered]
+    graph: nx.DiGraph[Any], value: ir.Value, size: int, index: Mapping[ir.Node, int], lowered: Mapping[ir.Node, Lowered]
 ) -> None:
     """Charge a value once for its download and once for its upload, and keep the flow in order."""
     producer = value.producer()
     readers = {use.node for use in value.uses()}
     weighted = [r for r in readers if lowered[r].placement is Placement.WEIGHTED]
-    for name in ("node", "before"):
+    for name, cost in (("node", size * DOWN), ("before", size * UP)):
         charge: _Vertex = (name, id(value), "charge")
         if producer is None:  # a query's input is on the node
             made: _Vertex | str = _SINK if name == "node" else _SOURCE
@@ -150,3 +158,67 @@ def _values(model: ir.Model) -> Iterator[ir.Value]:
     yield from model.graph.inputs
     for node in model.graph:
         yield from node.outputs
+
+
+def _late_uploads(
+    model: ir.Model, lowered: Mapping[ir.Node, Lowered], shapes: Mapping[str, Shape]
+) -> dict[ir.Node, int]:
+    """Return the values that go up once more where free operators wait for one another on the server.
+
+    Args:
+        model: the graph.
+        lowered: what each node may do.
+        shapes: shapes per sample.
+
+    Returns:
+        By the operator that makes weighted ones in front of it wait: values that these read and that others have read
+        before. Each weighted operator is charged to the first that makes it wait.
+    """
+    rounds = _earliest_rounds(model, lowered)
+    behind: dict[ir.Value, frozenset[ir.Node]] = {}  # weighted operators that a value follows, still encrypted
+    found: dict[ir.Node, int] = {}
+    charged: set[ir.Node] = set()
+    for node in model.graph:
+        if lowered[node].placement is Placement.WEIGHTED:
+            behind[node.outputs[0]] = frozenset((node,))
+            continue
+        sources = lowered[node].sources
+        if lowered[node].placement is Placement.NODE or not all(behind.get(value) for value in sources):
+            continue
+        met = frozenset().union(*(behind[value] for value in sources))
+        behind.update(dict.fromkeys(node.outputs, met))
+        last = max((rounds[n] for n in met), default=0)
+        waiting = [n for n in met - charged if rounds[n] < last]
+        charged.update(waiting)
+        extra = sum(_read_again(n, met, lowered, shapes) for n in waiting)
+        if extra:
+            found[node] = extra
+    return found
+
+
+def _earliest_rounds(model: ir.Model, lowered: Mapping[ir.Node, Lowered]) -> dict[ir.Node, int]:
+    """Return how many rounds end before a node can run, for weighted ones."""
+    made: dict[ir.Value, int] = {}
+    found: dict[ir.Node, int] = {}
+    for node in model.graph:
+        first = max((made.get(value, 0) for value in node.inputs if value is not None), default=0)
+        weighted = lowered[node].placement is Placement.WEIGHTED
+        if weighted:
+            found[node] = first
+        made.update(dict.fromkeys(node.outputs, first + weighted))
+    return found
+
+
+def _read_again(
+    node: ir.Node, met: Collection[ir.Node], lowered: Mapping[ir.Node, Lowered], shapes: Mapping[str, Shape]
+) -> int:
+    """Return the values that a weighted operator reads; 0 where no other reads them in an earlier round."""
+    (value,) = lowered[node].sources
+    readers = [u.node for u in value.uses() if u.node not in met and lowered[u.node].placement is Placement.WEIGHTED]
+    shape = shapes.get(str(value.name))
+    if not readers or shape is None:
+        return 0
+    weights, made = constant(node.inputs[1]), shapes.get(str(node.outputs[0].name))
+    if node.op_type == "Conv" and weights is not None and made is not None and prod(weights.shape[2:]) == 1:
+        return shape[0] * prod(made[1:])  # what strides skip is not uploaded
+    return prod(shape)

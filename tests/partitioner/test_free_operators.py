@@ -229,9 +229,10 @@ POOLS = {
 def test_pool_over_lines_and_volumes_matches_onnxruntime(case: str, tmp_path: Path) -> None:
     shape, call = POOLS[case]
     sizes = [int(d) for d in shape[3:-1].split(",")]
+    rank = len(sizes) - 1
     model = graph(
-        f"g (float{shape} x) => (float y) {{ a = Conv (x, w) y = {call} }}",
-        {"w": weights(sizes[0], sizes[0], *([1] * (len(sizes) - 1)))},
+        f"g (float{shape} x) => (float y) {{ a = Conv <pads = {[0] * rank + [1] * rank}> (x, w) y = {call} }}",
+        {"w": weights(sizes[0], sizes[0], *([2] * rank))},
     )
     found = check(model, tmp_path)
     assert "AveragePool" in call

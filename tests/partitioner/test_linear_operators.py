@@ -161,7 +161,7 @@ def test_batch_normalization_in_front_runs_on_server_alone(shape: str, tmp_path:
 
 def test_batch_normalization_before_activation_and_conv_is_a_block_of_its_own(tmp_path: Path) -> None:
     model = graph(
-        f"g (float[n,4,6,5] x) => (float y) {{ a = {BN} (x, gain, beta, mean, var) b = Relu (a) y = Conv (b, w) }}",
+        f"g (float[n,4,6,5] x) => (float y) {{ a = {BN} (x, gain, beta, mean, var) b = Tanh (a) y = Conv (b, w) }}",
         {"w": weights(2, 4, 3, 3)} | normalisation(4),
     )
     assert check(model, tmp_path).on_server == [["BatchNormalization"], ["Conv"]]
