@@ -13,7 +13,8 @@ class BlockCost:
 
     Attributes:
         encrypt_s: seconds of encryption, summed over processes.
-        decrypt_s: seconds of decryption, summed over processes.
+        decrypt_s: seconds of decryption and of the checks before it, summed over processes.
+        check_s: seconds of checking: of answers, and of uploads while the server is at work.
         server_s: seconds that the server says it computed.
         wire_s: seconds from the last row sent to the answer's announcement, the server's computation aside.
         ciphertexts_up: sent; in prepared mode those whose b was sent.
@@ -24,6 +25,7 @@ class BlockCost:
 
     encrypt_s: float = 0.0
     decrypt_s: float = 0.0
+    check_s: float = 0.0
     server_s: float = 0.0
     wire_s: float = 0.0
     ciphertexts_up: int = 0

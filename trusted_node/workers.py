@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.processes import core_count
-from heinfer.ring import RingParameters, pack, packed_bytes, unpack
+from heinfer.ring import RingParameters, add_weighted_rows, pack, packed_bytes, sums_to_residues, unpack
 
 if TYPE_CHECKING:
     from trusted_node.seal import SealContext
@@ -33,9 +33,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Encrypted:
-    """Packed rows, b then a, and the seconds that they took."""
+    """Packed rows, b then a; their sum, each times its weight, where weights were given; the seconds that it took."""
 
     rows: bytes
+    sums: NDArray[np.int64] | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """The sum of rows, each times its weight: residues, shape (samples + N,), and the seconds that it took."""
+
+    sums: NDArray[np.int64]
     seconds: float
 
 
@@ -109,15 +118,32 @@ class CryptoPool:
             self._seal = self._seal or _open_seal(self._parameters)
             return self._seal.generate_secret()
 
-    def encrypt(self, secret: bytes, values: NDArray[np.float32], scale: NDArray[np.float64]) -> Future[Encrypted]:
+    def encrypt(
+        self,
+        secret: bytes,
+        values: NDArray[np.float32],
+        scale: NDArray[np.float64],
+        weights: NDArray[np.float64] | None = None,
+    ) -> Future[Encrypted]:
         """Scale, round and encrypt.
 
         Args:
             secret: from `generate_secret`.
             values: shape (rows, samples), samples <= N.
             scale: s_x of every sample, shape (samples,).
+            weights: of every row, integers in [0, q), for the sum of the rows.
         """
-        return self._submit(_encrypt, secret, values, scale)
+        return self._submit(_encrypt, secret, values, scale, weights)
+
+    def weigh(self, rows: bytes, samples: int, weights: NDArray[np.float64]) -> Future[Weighed]:
+        """Sum rows as they arrived, each times its weight, coefficient by coefficient.
+
+        Args:
+            rows: packed rows.
+            samples: coefficients of b that carry values.
+            weights: of every row, integers in [0, q).
+        """
+        return self._submit(_weigh, rows, samples, weights)
 
     def decrypt(
         self, secret: bytes, rows: bytes, samples: int, scale: NDArray[np.float64], terms: RowTerms
@@ -164,26 +190,52 @@ def _warm_up() -> None:
     secret = bytes(seal.generate_secret())
     scale = np.ones(1)
     sent = _encrypt(secret, np.ones((1, 1), np.float32), scale)
+    _weigh(sent.rows, 1, np.ones(1))
     _decrypt(secret, sent.rows, 1, scale, RowTerms(scale, 0 * scale))
 
 
-def _encrypt(secret: bytes, values: NDArray[np.float32], scale: NDArray[np.float64]) -> Encrypted:
+def _encrypt(
+    secret: bytes, values: NDArray[np.float32], scale: NDArray[np.float64], weights: NDArray[np.float64] | None = None
+) -> Encrypted:
     started = time.perf_counter()
     samples = values.shape[1]
     integers = np.rint(values * scale).astype(np.int64)
     residues = _seal[0].open(secret).encrypt(integers)
     packed = np.concatenate([pack(residues[:, 0, :samples]), pack(residues[:, 1])], axis=1)
-    return Encrypted(packed.tobytes(), time.perf_counter() - started)
+    sums = None if weights is None else _weighted_sum(residues, samples, weights)
+    return Encrypted(packed.tobytes(), sums, time.perf_counter() - started)
+
+
+def _weigh(rows: bytes, samples: int, weights: NDArray[np.float64]) -> Weighed:
+    started = time.perf_counter()
+    return Weighed(
+        _weighted_sum(_unpack_rows(rows, samples, len(weights)), samples, weights), time.perf_counter() - started
+    )
+
+
+def _weighted_sum(residues: NDArray[np.int64], samples: int, weights: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Sum rows of shape (2, N), each times its weight: the leading coefficients of b, then all of a."""
+    modulus = _seal[0].parameters.modulus
+    joined = np.concatenate([residues[:, 0, :samples], residues[:, 1]], axis=1)
+    sums = np.zeros(joined.shape[1])
+    add_weighted_rows(joined, weights, modulus, sums)
+    return sums_to_residues(sums, modulus)
+
+
+def _unpack_rows(rows: bytes, samples: int, count: int) -> NDArray[np.int64]:
+    """Return residues of shape (rows, 2, N), checked to be below q."""
+    parameters = _seal[0].parameters
+    head = packed_bytes(samples)
+    packed = np.frombuffer(rows, np.uint8).reshape(count, head + packed_bytes(parameters.degree))
+    residues = np.zeros((count, 2, parameters.degree), np.int64)
+    residues[:, 0, :samples] = unpack(packed[:, :head], samples, parameters.modulus)
+    residues[:, 1] = unpack(packed[:, head:], parameters.degree, parameters.modulus)
+    return residues
 
 
 def _decrypt(secret: bytes, rows: bytes, samples: int, scale: NDArray[np.float64], terms: RowTerms) -> Decrypted:
     started = time.perf_counter()
-    parameters = _seal[0].parameters
-    head = packed_bytes(samples)
-    packed = np.frombuffer(rows, np.uint8).reshape(len(terms.scale), head + packed_bytes(parameters.degree))
-    residues = np.zeros((len(packed), 2, parameters.degree), np.int64)
-    residues[:, 0, :samples] = unpack(packed[:, :head], samples, parameters.modulus)
-    residues[:, 1] = unpack(packed[:, head:], parameters.degree, parameters.modulus)
+    residues = _unpack_rows(rows, samples, len(terms.scale))
     integers = _seal[0].open(secret).decrypt(residues)[:, :samples]
     values = integers / (scale * terms.scale[:, None]) + terms.bias[:, None]
     return Decrypted(values.astype(np.float32), time.perf_counter() - started)

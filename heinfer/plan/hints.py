@@ -1,9 +1,7 @@
 """The node's hints of prepared mode: node/hints.safetensors.
 
-    seed        32 bytes; polynomial a of (block, ciphertext) is SHAKE-128 of seed, plan hash, block and ciphertext
-    plan        the plan's hash, 32 bytes: hints belong to one plan
-    created     seconds since 1970, int64; seeds are renewed every 30 days
-    digest      SHA-256 over everything else, 32 bytes: finds damage and mix-ups
+    seed, plan, created, digest    as in `heinfer.plan.sealed`; seeds are renewed every 30 days. Polynomial a of
+                (block, ciphertext) is SHAKE-128 of seed, plan hash, block and ciphertext
     <b>.<i>     hint i of block b: residues packed to 50 bits, uint8 (rows, packed bytes), or weights, int16
     map.<name>  index maps that lie before or after weights
     batch.<b>   on request: W(a) of a batch, one polynomial a value that comes back, packed
@@ -14,7 +12,6 @@ server stay as they are. Seed and hints are not secret keys, but a hint determin
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from collections.abc import Mapping
@@ -26,12 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.errors import PlanError
-from heinfer.operators import HintKind, PreparedForm, ResidueProgram, make_hints, map_names, prepare_form
-from heinfer.plan.files import HINTS_FILE, read_arrays, write_arrays
+from heinfer.operators import (
+    HintKind,
+    PreparedForm,
+    ResidueProgram,
+    degrees_from,
+    make_hints,
+    map_names,
+    prepare_form,
+)
+from heinfer.plan.files import HINTS_FILE, read_arrays
 from heinfer.plan.schema import Block, Plan, PreparedInfo, RingInfo
+from heinfer.plan.sealed import SEED_BYTES, read_sealed, write_sealed
 from heinfer.ring import RingParameters, expand_uniform, pack, packed_bytes, run_tiles
 
-SEED_BYTES: Final = 32
 #: Age at which seed and hints should be renewed (design note "Encrypted linear algebra": what a fixed a is worth).
 LIFETIME_S: Final = 30 * 24 * 3600
 #: Added to the number of a block whose polynomials are for batches: they must not meet those of single samples.
@@ -100,15 +105,17 @@ def batch_polynomials(plan: Plan, plan_hash: bytes, seed: bytes, block: int) -> 
 
 
 def derive_form(block: Block, maps: Arrays, ring: RingInfo) -> PreparedForm | None:
-    """Cut a block as the partitioner did, from the degree of the plan's ring on.
+    """Cut a block as the partitioner did.
 
     Raises:
-        PlanError: plan and program do not agree.
+        PlanError: plan and program do not agree, or the degree is none that the plan's ring allows.
     """
-    if block.prepared is None:
+    found = block.prepared
+    if found is None:
         return None
-    form = prepare_form(block.program, maps, ring.degree)
-    if form is None or PreparedInfo.of(form) != block.prepared:
+    allowed = found.degree in degrees_from(ring.degree)
+    form = prepare_form(block.program, maps, found.degree, found.dense) if allowed else None
+    if form is None or PreparedInfo.of(form) != found:
         raise PlanError("plan.json: a block's prepared form does not follow from its program; partition again")
     return form
 
@@ -126,11 +133,7 @@ def write_hints(folder: Path, plan: Plan, plan_hash: bytes, arrays: Arrays, batc
     if not plan.has_prepared_mode:
         return
     seed = secrets.token_bytes(SEED_BYTES)
-    content: dict[str, NDArray[Any]] = {
-        "seed": np.frombuffer(seed, np.uint8),
-        "plan": np.frombuffer(plan_hash, np.uint8),
-        "created": np.array([int(time.time())], np.int64),
-    }
+    content: dict[str, NDArray[Any]] = {}
     for index, block in enumerate(plan.blocks):
         form = derive_form(block, arrays, plan.ring)
         assert form is not None  # has_prepared_mode
@@ -140,13 +143,7 @@ def write_hints(folder: Path, plan: Plan, plan_hash: bytes, arrays: Arrays, batc
         content.update({f"map.{name}": arrays[name] for name in map_names(block.program)})
         if batch:
             content[f"batch.{index}"] = pack(_batch_hint(plan, plan_hash, seed, index, arrays))
-    content["digest"] = _digest(content)
-    work = folder.parent / f".{HINTS_FILE}"  # not in node/: what an interruption leaves there would not load
-    try:
-        write_arrays(work, content)
-        work.replace(folder / HINTS_FILE)
-    finally:
-        work.unlink(missing_ok=True)
+    write_sealed(folder / HINTS_FILE, seed, plan_hash, content)
 
 
 def read_hints(folder: Path, plan: Plan, plan_hash: bytes) -> NodeHints:
@@ -156,17 +153,9 @@ def read_hints(folder: Path, plan: Plan, plan_hash: bytes) -> NodeHints:
         PlanError: missing, damaged, of another plan, or of the wrong shapes.
     """
     path = folder / HINTS_FILE
-    content = read_arrays(path)
-    remedy = "copy the folder again, or renew it with `heinfer partition --rotate`"
-    wanted = ("seed", "plan", "created", "digest")
-    if any(name not in content for name in wanted) or _digest(content).tobytes() != content["digest"].tobytes():
-        raise PlanError(f"{path} is damaged: {remedy}")
-    if content["plan"].tobytes() != plan_hash:
-        raise PlanError(f"{path} belongs to another plan: {remedy}")
-    seed, created = content["seed"].tobytes(), content["created"]
+    sealed = read_sealed(path, plan_hash)
+    content = sealed.arrays
     maps = {name.removeprefix("map."): array for name, array in content.items() if name.startswith("map.")}
-    if len(seed) != SEED_BYTES or created.shape != (1,) or created.dtype != np.int64:
-        raise PlanError(f"{path} is malformed: {remedy}")
     blocks = []
     for index, block in enumerate(plan.blocks):
         block.program.check_maps(maps)
@@ -174,7 +163,7 @@ def read_hints(folder: Path, plan: Plan, plan_hash: bytes) -> NodeHints:
         assert form is not None  # the plan has prepared mode, or nobody reads hints
         packed = tuple(_packed(path, content, index, number, form) for number in range(len(form.hints)))
         blocks.append(BlockHints(form, maps, packed))
-    return NodeHints(seed, int(created[0]), tuple(blocks), _batch_hints(path, content, plan))
+    return NodeHints(sealed.seed, sealed.created, tuple(blocks), _batch_hints(path, content, plan))
 
 
 def has_batch_hints(folder: Path) -> bool:
@@ -218,13 +207,3 @@ def _packed(path: Path, content: Arrays, block: int, number: int, form: Prepared
     if found is None or found.shape != shape or found.dtype != dtype:
         raise PlanError(f"{path}: hint {number} of block {block} is missing or not of shape {shape}")
     return found
-
-
-def _digest(content: Arrays) -> NDArray[np.uint8]:
-    total = hashlib.sha256()
-    for name in sorted(content):
-        if name != "digest":
-            array = np.ascontiguousarray(content[name])
-            total.update(f"{name}\0{array.dtype.str}\0{array.shape}\0".encode())
-            total.update(array.data)
-    return np.frombuffer(total.digest(), np.uint8)

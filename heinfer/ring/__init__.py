@@ -1,6 +1,7 @@
 """The ring: checked parameters, residues in transit and arithmetic, exact products and transforms, scales, bounds."""
 
-from heinfer.ring.bounds import NOISE_QUANTILE, RowNorms
+from heinfer.ring.bounds import FLOAT32_ROUNDING, NOISE_QUANTILE, RowNorms
+from heinfer.ring.dots import add_weighted_rows, dot_rows, sums_to_residues
 from heinfer.ring.expansion import expand_uniform
 from heinfer.ring.packing import (
     GROUP_RESIDUES,
@@ -39,7 +40,7 @@ from heinfer.ring.product import (
     run_tiles,
     self_test,
 )
-from heinfer.ring.scales import input_scale, quantise, weight_scale
+from heinfer.ring.scales import PRECISION_BITS, WEIGHT_BITS, Digit, input_scale, split_digits, weight_scale
 from heinfer.ring.transform import (
     LANES,
     Transform,
@@ -52,6 +53,7 @@ from heinfer.ring.transform import (
 )
 
 __all__ = [
+    "FLOAT32_ROUNDING",
     "GROUP_RESIDUES",
     "GROUP_WORDS",
     "LANES",
@@ -60,16 +62,21 @@ __all__ = [
     "NOISE_DEVIATION",
     "NOISE_LIMIT",
     "NOISE_QUANTILE",
+    "PRECISION_BITS",
     "ROW_SUM_LIMIT",
     "SECURITY_BITS",
     "SECURITY_TABLE",
     "THREADED_WORK",
+    "WEIGHT_BITS",
     "WEIGHT_LIMIT",
+    "Digit",
     "ModularMatrix",
     "RingParameters",
     "RowNorms",
     "Transform",
+    "add_weighted_rows",
     "checked_weights",
+    "dot_rows",
     "even_slices",
     "expand_uniform",
     "forward_group",
@@ -87,11 +94,12 @@ __all__ = [
     "multiply_mod_reference",
     "pack",
     "packed_bytes",
-    "quantise",
     "run_tiles",
     "scratch_array",
     "self_test",
+    "split_digits",
     "split_into",
+    "sums_to_residues",
     "to_lanes",
     "transform_self_test",
     "transpose_into",

@@ -33,6 +33,7 @@ from heinfer.plan import (
 )
 from heinfer.plan.bundle import pack_terms
 from heinfer.plan.files import (
+    CHECKS_FILE,
     HINTS_FILE,
     atomic_folder,
     folder_digest,
@@ -41,6 +42,7 @@ from heinfer.plan.files import (
     write_file,
     write_plan,
 )
+from heinfer.plan.checks import write_checks
 from heinfer.plan.hints import write_hints
 from heinfer.ring import RingParameters, RowNorms
 from partitioner import partition
@@ -95,7 +97,7 @@ def test_two_partitions_of_one_model_have_one_plan_hash_and_equal_files(model: P
     assert files == sorted(p.relative_to(tmp_path / "second") for p in (tmp_path / "second").rglob("*") if p.is_file())
     for file in files:
         equal = (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
-        assert equal == (file.name != HINTS_FILE), file  # hints come from a fresh seed
+        assert equal == (file.name not in (HINTS_FILE, CHECKS_FILE)), file  # these come from fresh seeds
     assert read_plan(tmp_path / "first")[1] == read_plan(tmp_path / "second")[1]
 
 
@@ -115,6 +117,7 @@ FILES = [
     ("server", "weights.safetensors"),
     ("node", "plan.json"),
     ("node", "scales.safetensors"),
+    ("node", "checks.safetensors"),
     ("node", "hints.safetensors"),
     ("node", "node_1.onnx"),
     ("node", "node_2.onnx"),
@@ -206,6 +209,10 @@ BAD_PLANS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a step that does not fit": lambda p: p["blocks"][0]["program"]["steps"][0].update(group=2),
     "a step of unknown kind": lambda p: p["blocks"][0]["program"]["steps"][0].update(kind="magic"),
     "a negative row sum": lambda p: p["blocks"][0].update(row_sum=-1),
+    "digits that the program has not": lambda p: p["blocks"][0].update(digits=2),
+    "digits without end": lambda p: p["blocks"][0].update(digits=10**15),
+    "no digits": lambda p: p["blocks"][0].update(digits=0),
+    "digits of too many bits": lambda p: p["blocks"][0].update(digit_bits=16),
     "weights that are not there": lambda p: p["blocks"][0]["program"]["steps"][0].update(weights="other"),
 }
 
@@ -244,13 +251,14 @@ def test_edited_plan_has_another_hash(bundle: Path) -> None:
 
 
 def resealed(bundle: Path, edit: Callable[[dict[str, np.ndarray]], Any]) -> Path:
-    """Edit the node's arrays and write digest and hints anew, as a careless tool might."""
+    """Edit the node's arrays and write digest, hints and checks anew, as a careless tool might."""
     folder = bundle / "node"
     arrays = load_file(folder / "scales.safetensors")
     edit(arrays)
     save_file(arrays, folder / "scales.safetensors")
     edited_plan(bundle, "node", lambda p: p["digests"].update(node=folder_digest(folder)))
-    write_hints(folder, *read_plan(folder), load_file(bundle / "server" / "weights.safetensors"))
+    for write in (write_hints, write_checks):
+        write(folder, *read_plan(folder), load_file(bundle / "server" / "weights.safetensors"))
     return folder
 
 
@@ -298,7 +306,7 @@ def test_packed_terms_bound_what_was_packed(shape: tuple[int, ...], tmp_path: Pa
     for name, want in {"bias": terms.bias, "scale": scale}.items():
         assert found[f"0.0.{name}"].ndim == len(shape)
         np.testing.assert_array_equal(np.broadcast_to(found[f"0.0.{name}"], shape), want)
-    for name in ("l1", "l2", "paths", "multiplicity"):
+    for name in ("l1", "l2", "rounding", "input_rounding"):
         assert found[f"0.0.{name}"].ndim == len(shape)
         assert np.all(found[f"0.0.{name}"] >= getattr(terms.norms, name))
 

@@ -16,8 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from heinfer.errors import HeinferError, PlanError
 from heinfer.operators import HintKind, make_hints
-from heinfer.plan import block_ring, load_node, load_server, public_polynomials, read_bundle_plan, read_plan
-from heinfer.plan import hints as hints_file
+from heinfer.plan import block_ring, load_node, load_server, public_polynomials, read_bundle_plan, read_plan, sealed
 from heinfer.plan.files import folder_digest
 from heinfer.ring import unpack
 from partitioner import partition, rotate
@@ -74,9 +73,9 @@ def digest(arrays: dict[str, np.ndarray]) -> np.ndarray:
     return np.frombuffer(total.digest(), np.uint8)
 
 
-def resealed(bundle: Path, edit: Callable[[dict[str, np.ndarray]], Any]) -> Path:
-    """Edit the hints and write their digest anew; returns node/."""
-    path = bundle / "node" / NAME
+def resealed(bundle: Path, edit: Callable[[dict[str, np.ndarray]], Any], name: str = NAME) -> Path:
+    """Edit the hints, or the checks, and write their digest anew; returns node/."""
+    path = bundle / "node" / name
     arrays = load_file(path)
     edit(arrays)
     arrays["digest"] = digest(arrays)
@@ -241,20 +240,26 @@ def test_hints_of_a_second_partition_are_of_the_same_plan_and_serve(bundle: Path
 
 
 def edited_plans(bundle: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    """Edit plan.json in all three places, and seal the hints to it: only what the plan says is wrong."""
+    """Edit plan.json in all three places, and seal hints and checks to it: only what the plan says is wrong."""
     for part in PARTS:
         path = bundle / part / "plan.json"
         content = json.loads(path.read_text())
         edit(content)
         path.write_text(json.dumps(content))
     plan_hash = hashlib.sha256((bundle / "plan.json").read_bytes()).digest()
-    resealed(bundle, lambda a: a.update(plan=np.frombuffer(plan_hash, np.uint8)))
+    for name in (NAME, "checks.safetensors"):
+        resealed(bundle, lambda a: a.update(plan=np.frombuffer(plan_hash, np.uint8)), name)
 
 
 FORM_EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "smaller degree": lambda f: f.update(degree=32),
     "odd degree": lambda f: f.update(degree=3000),
     "larger degree": lambda f: f.update(degree=16384),
+    "another degree": lambda f: f.update(degree=4096),
+    "a dense step": lambda f: f.update(dense=[0]),
+    "a dense step that is not there": lambda f: f.update(dense=[99]),
+    "a row more": lambda f: f.update(rows=[f["rows"][0] + 1, *f["rows"][1:]]),
+    "joined bands": lambda f: f.update(joined=1),
     "another kind": lambda f: f.update(hints=["dense"]),
     "no hints": lambda f: f.update(hints=[]),
     "two hints": lambda f: f.update(hints=f["hints"] * 2),
@@ -306,7 +311,7 @@ def test_rotation_changes_seed_and_every_hint_and_nothing_else(bundle: Path) -> 
     after, renewed = contents(bundle), load_node(bundle / "node")
     assert plan == node.plan == read_bundle_plan(bundle)
     assert sorted(before) == sorted(after)
-    assert [name for name in before if before[name] != after[name]] == [f"node/{NAME}"]
+    assert [name for name in before if before[name] != after[name]] == ["node/checks.safetensors", f"node/{NAME}"]
     assert load_server(bundle / "server").plan_hash == server.plan_hash == renewed.plan_hash
     assert node.hints is not None
     assert renewed.hints is not None
@@ -375,7 +380,7 @@ def test_rotation_of_a_bundle_that_was_edited_is_refused_and_changes_nothing(cas
     assert contents(bundle) == before
 
 
-def test_rotation_of_a_bundle_without_prepared_mode_is_refused(tmp_path: Path) -> None:
+def test_rotation_of_a_bundle_without_prepared_mode_renews_its_checks(tmp_path: Path) -> None:
     proto = onnx.ModelProto(ir_version=8, opset_import=[onnx.helper.make_opsetid("", 17)])
     proto.graph.CopyFrom(
         onnx.parser.parse_graph("g (float[n,1,2,9000] x) => (float[n,1,2,8999] y) { y = Conv (x, w) }")
@@ -387,8 +392,12 @@ def test_rotation_of_a_bundle_without_prepared_mode_is_refused(tmp_path: Path) -
     assert not (tmp_path / "bundle" / "node" / NAME).exists()
     assert load_node(tmp_path / "bundle" / "node").hints is None
     assert load_server(tmp_path / "bundle" / "server").forms == (None,)
-    with pytest.raises(PlanError, match="no prepared mode"):
-        rotate(tmp_path / "bundle")
+    before = contents(tmp_path / "bundle")
+    rotate(tmp_path / "bundle")
+    after = contents(tmp_path / "bundle")
+    assert sorted(before) == sorted(after)
+    assert [name for name in before if before[name] != after[name]] == ["node/checks.safetensors"]
+    load_node(tmp_path / "bundle" / "node")
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
@@ -401,7 +410,7 @@ def test_rotation_that_is_interrupted_leaves_the_earlier_hints(
         path.write_bytes(b"half")
         raise failure
 
-    monkeypatch.setattr(hints_file, "write_arrays", half)
+    monkeypatch.setattr(sealed, "write_arrays", half)
     with pytest.raises(type(failure)):
         rotate(bundle)
     assert contents(bundle) == before
@@ -419,7 +428,7 @@ def test_rotation_that_was_killed_while_writing_leaves_a_node_that_loads_and_can
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(hints_file, "write_arrays", half)
+        patch.setattr(sealed, "write_arrays", half)
         patch.setattr(Path, "unlink", lambda *_, **__: None)
         with pytest.raises(OSError, match="No space"):
             rotate(bundle)
