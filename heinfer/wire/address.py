@@ -1,4 +1,4 @@
-"""Where a service listens: host:port, with IPv6 addresses in brackets; and where plain text may go."""
+"""Where a service listens: host:port, with IPv6 addresses in brackets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ MAX_HOST_CHARACTERS = 253
 
 
 class TransportError(ProtocolError):
-    """A connection cannot be made or accepted as configured: a port in use, or plain text beyond this machine."""
+    """A connection cannot be made or accepted as configured.
+
+    A port in use, plain text beyond this machine, a certificate that is refused.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +94,6 @@ def parse_address(text: str) -> Address:
         if ":" not in host:
             raise InputError(f"only IPv6 addresses stand in brackets, got {text!r}")
     return Address(host, int(port))
-
-
-def refuse_plain_text(address: Address) -> None:
-    """Raise TransportError unless the address is loopback."""
-    if not address.is_loopback:
-        raise TransportError(
-            f"plain text is refused for {address}, which is not a loopback address: TLS comes with the transport "
-            "layer; until then use an SSH tunnel or a loopback address"
-        )
 
 
 def cannot_listen(address: Address) -> TransportError:
