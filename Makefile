@@ -3,10 +3,12 @@
 #   make demo PYTHON=/usr/bin/python3.12     another Python
 #   make test TORCH=cpu                      PyTorch without CUDA, from PyTorch's own index
 #   make test ARGS="-m 'not slow and not long' -x"    arguments for pytest
+#   make fuzz MINUTES=60                     longer than ten minutes a target
 
 PYTHON ?= python3
 TORCH ?= default
 ARGS ?=
+MINUTES ?= 10
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +33,7 @@ export OMP_WAIT_POLICY OPENBLAS_NUM_THREADS
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-dev demo test test-long check lint types format bench docs stubs clean
+.PHONY: help setup setup-dev demo test test-long fuzz check lint types format bench docs stubs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -47,6 +49,9 @@ test: check ## lint, types, import contracts, then the test suite
 
 test-long: setup-dev ## the tests that take minutes each: large architectures at full size
 	@$(BIN)/python -m pytest -m long $(ARGS)
+
+fuzz: setup-dev ## random examples for codec, bundles and importer, MINUTES (10) each
+	@HEINFER_FUZZ_S=$$(( 60 * $(MINUTES) )) $(BIN)/python -m pytest -m fuzz -o timeout=0 -s $(ARGS) tests/fuzz
 
 check: lint types ## everything of `make test` but the tests
 

@@ -1,0 +1,78 @@
+"""How fuzz tests run: for a given time, every example within bounds of processor time and memory.
+
+`make test` gives each target `SECONDS`; `make fuzz MINUTES=10` sets HEINFER_FUZZ_S. Examples are drawn anew in every
+run. What they find becomes an ordinary test beside the code that was mended.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from hypothesis import HealthCheck, settings
+
+#: Of each of the three targets: codec, bundles, importer.
+SECONDS = float(os.environ.get("HEINFER_FUZZ_S", "20"))
+#: Processor seconds of one example, in our own code and below it.
+EXAMPLE_S = 10.0
+#: Address space that one example may take beyond what the process has already.
+EXAMPLE_BYTES = 2**30
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class TooLongError(Exception):
+    """An example took more processor time than it may."""
+
+
+def campaign(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a property to be run by `run_for`: so many random examples a turn."""
+    return settings(
+        max_examples=examples,
+        derandomize=False,
+        database=None,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def run_for(seconds: float, check: Callable[[], None]) -> int:
+    """Run a property again and again until the time is over, once at least; return how often."""
+    deadline, turns = time.monotonic() + seconds, 0
+    while turns == 0 or time.monotonic() < deadline:
+        check()
+        turns += 1
+    return turns
+
+
+@contextmanager
+def bounded(seconds: float = EXAMPLE_S, extra_bytes: int = EXAMPLE_BYTES) -> Iterator[None]:
+    """Run a block within bounds: beyond them `TooLongError` or MemoryError is raised in it.
+
+    Not SIGALRM, which pytest-timeout uses. Time is the processor's, so that other processes don't count.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TooLongError(f"more than {seconds:g} s of processor time")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    resource.setrlimit(resource.RLIMIT_AS, (address_space() + extra_bytes, hard))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGPROF, before)
+
+
+def address_space() -> int:
+    """Return the bytes of address space that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE
