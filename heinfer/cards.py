@@ -45,7 +45,7 @@ def read_card(folder: Path) -> dict[str, Any] | None:
     path = folder / CARD_FILE
     if not path.is_file():
         return None
-    card = _parse(path.read_text(encoding="utf-8")) if path.stat().st_size <= MAX_CARD_BYTES else None
+    card = _parse(path.read_bytes()) if path.stat().st_size <= MAX_CARD_BYTES else None
     if card is None:
         raise InputError(f"{path} is damaged; copy the model or the bundle again")
     return card
@@ -62,9 +62,9 @@ def privacy_line(card: Mapping[str, Any]) -> str:
     )
 
 
-def _parse(text: str) -> dict[str, Any] | None:
+def _parse(text: str | bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # ValueError: no JSON, or bytes that are no text
         return None
     return found if isinstance(found, dict) else None

@@ -166,7 +166,7 @@ class BatchTracker:
             proto = inferable_node(node)
             schema = onnx.defs.get_schema(proto.op_type, self.graph.opset_imports[node.domain], node.domain)
             return shape_inference.infer_node_outputs(schema, proto, types, data)
-        except (shape_inference.InferenceError, onnx.defs.SchemaError):
+        except (shape_inference.InferenceError, onnx.checker.ValidationError, onnx.defs.SchemaError, ValueError):
             return {}
 
     def _compare(self, node: ir.Node, at_two: Shape | None, at_three: Shape | None) -> Layout | None:

@@ -31,6 +31,7 @@ from partitioner.batch_axes import BatchAxis, BatchTracker, Layout, batch_axes
 from partitioner.importing import BATCH
 from partitioner.leading import Turner
 from partitioner.lowering import constant
+from partitioner.misfits import blamed
 from partitioner.shapes import Shape
 from partitioner.simplification import tidy
 
@@ -41,10 +42,11 @@ def free_batch(model: ir.Model) -> None:
     turner = Turner(tracker)
     for node in list(model.graph):
         repair = _REPAIRS.get(node.op_type)
-        if repair is not None and node.domain in ("", "ai.onnx"):
-            repair(node, tracker)
-        tracker.infer(node)
-        turner.turn(node)
+        with blamed(node):
+            if repair is not None and node.domain in ("", "ai.onnx"):
+                repair(node, tracker)
+            tracker.infer(node)
+            turner.turn(node)
     _make_symbolic(model.graph, tracker)
     tidy(model)
 

@@ -6,7 +6,7 @@ ensures   one `BuiltBlock` a group; its constant part block(0) is the node's bia
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,16 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from heinfer.operators import Program, ScaleConflictError, evaluate_plain, prepare_form
+from heinfer.operators import Program, ScaleConflictError, evaluate_plain
 from heinfer.plan import Block, OutputTerms, PreparedInfo, TensorSpec
-from heinfer.ring import RingParameters, input_scale
+from heinfer.ring import RingParameters
 from partitioner.grouping import Group
 from partitioner.lowering import Builder, Lowered
+from partitioner.misfits import blamed
 from partitioner.placement import Side
-from partitioner.scaling import quantise_program
+from partitioner.precision import quantise_to
+from partitioner.preparing import choose_form
+from partitioner.scaling import Quantised
 from partitioner.shapes import Shape
 
 
@@ -41,7 +44,7 @@ class BuiltBlock:
         full: program with biases and output scales.
         real: arrays of the full program.
         integers: arrays of the server's program.
-        terms: biases and norms, one an output.
+        terms: biases and norms, one for every digit of every output.
     """
 
     block: Block
@@ -59,8 +62,9 @@ def build_block(
     shapes: Mapping[str, Shape],
     parameters: RingParameters,
     reasons: Mapping[ir.Node, str],
+    precision: float | None = None,
 ) -> BuiltBlock:
-    """Build one block.
+    """Build one block, as precise as it can be where no form has the precision asked for (`partitioner.precision`).
 
     Raises:
         MoveToNode: scales conflict.
@@ -72,18 +76,19 @@ def build_block(
     for node in group.nodes:
         emit = lowered[node].emit
         assert emit is not None  # only operators that can run on the server are placed there
-        numbers[node.outputs[0]] = emit(builder, [numbers[v] for v in lowered[node].sources])
+        with blamed(node):
+            numbers[node.outputs[0]] = emit(builder, [numbers[v] for v in lowered[node].sources])
         made_by += [node] * (len(builder.steps) - len(made_by))
     outputs = [n.outputs[0] for n in group.nodes if _is_read_on_node(n.outputs[0], set(group.nodes), sides)]
     full = Program(tuple(builder.inputs), tuple(builder.steps), tuple(numbers[v] for v in outputs))
+    full.check_arrays(builder.arrays)
     try:
-        quantised = quantise_program(full, builder.arrays)
+        quantised = quantise_to(full, builder.arrays, parameters, precision)
     except ScaleConflictError as conflict:
         raise MoveToNode(made_by[conflict.step]) from conflict
     biases = evaluate_plain(full, builder.arrays, [np.zeros((1, *shape)) for shape in builder.inputs])
-    room = float(input_scale(np.ones(1), quantised.row_sum, parameters)[0])
-    program = full.for_server()
-    form = prepare_form(program, quantised.arrays, parameters.degree)
+    program = full.for_server(quantised.digits)
+    form = choose_form(program, quantised.arrays, parameters.degree)
     block = Block(
         inputs=tuple(TensorSpec(str(v.name), shapes[str(v.name)]) for v in inputs),
         outputs=tuple(TensorSpec(str(v.name), shapes[str(v.name)]) for v in outputs),
@@ -92,12 +97,23 @@ def build_block(
         final=any(_reaches_result(v, sides) for v in outputs),
         operators=tuple(f"{n.name} ({n.op_type})" for n in group.nodes),
         reasons=tuple(reasons[n] for n in group.nodes),
-        unit_bound=max(norms.unit_bound(room) for norms in quantised.norms),
+        unit_bound=quantised.unit_bound(parameters),
+        relative_bound=quantised.relative_bound(parameters),
+        digits=quantised.digits,
+        digit_bits=quantised.bits,
         prepared=None if form is None else PreparedInfo.of(form),
     )
-    terms = tuple(OutputTerms(bias[0], norms) for bias, norms in zip(biases, quantised.norms, strict=True))
     real = {name: _narrowed(array) for name, array in builder.arrays.items()}
-    return BuiltBlock(block, full, real, quantised.arrays, terms)
+    return BuiltBlock(block, full, real, quantised.arrays, _terms(biases, quantised))
+
+
+def _terms(biases: Sequence[NDArray[np.float64]], quantised: Quantised) -> tuple[OutputTerms, ...]:
+    """Return what the node knows of every output and digit; a bias is added once, with the first digit."""
+    return tuple(
+        OutputTerms(bias[0] if digit == 0 else np.zeros_like(bias[0]), norms)
+        for bias, digits in zip(biases, quantised.norms, strict=True)
+        for digit, norms in enumerate(digits)
+    )
 
 
 def _narrowed(array: NDArray[Any]) -> NDArray[Any]:

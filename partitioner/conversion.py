@@ -50,7 +50,7 @@ def convert(proto: onnx.ModelProto) -> onnx.ModelProto:
     weights = _take_weights(proto)
     try:
         converted = version_converter.convert_version(proto, OPSET)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, version_converter.ConvertError) as error:
         raise UnsupportedModelError(f"opset {version} can't be converted to {OPSET}: {error}") from error
     converted.graph.initializer.extend(weights)
     if version <= _WITHOUT_MAPPING:

@@ -7,8 +7,9 @@ The server convolves planes. All else is brought into that form by moving values
                    convolutions of the same stack, each starting at a later slice. A stride along the depth sorts the
                    slices by their remainder first.
     transposed     y[t] = sum of x[i] w[j] over i * stride + j * dilation = t + pad. Outputs whose t + pad have the same
-                   remainder modulo the stride are a convolution with every stride-th point of the kernel, flipped; all
-                   of them together are one convolution with stride^n times the channels, whose results are interleaved.
+                   remainder modulo the stride (a phase) are a convolution with every stride-th point of the kernel,
+                   flipped; all of them together are one convolution with stride^n times the channels, whose results
+                   are interleaved.
 
 Formulas are those of the ONNX operator specification, https://onnx.ai/onnx/operators/.
 """
@@ -16,6 +17,7 @@ Formulas are those of the ONNX operator specification, https://onnx.ai/onnx/oper
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -51,6 +53,9 @@ def lower_conv(node: ir.Node, context: Context) -> Lowered:
     source, target = context.shape(node.inputs[0]), context.shape(node.outputs[0])
     if source is None or target is None:
         return context.refuse(node, NOT_LEADING)
+    misfit = _misfit(node, source, weights.shape[2:])
+    if misfit is not None:
+        return context.refuse(node, misfit)
     geometry = sliding_window(node, source[1:], target[1:], weights.shape[2:])
     return _lower(node, context, weights, geometry, transposed=False)
 
@@ -63,18 +68,39 @@ def lower_conv_transpose(node: ir.Node, context: Context) -> Lowered:
     source, target = context.shape(node.inputs[0]), context.shape(node.outputs[0])
     if source is None or target is None:
         return context.refuse(node, NOT_LEADING)
+    misfit = _misfit(node, source, weights.shape[2:])
+    if misfit is not None:
+        return context.refuse(node, misfit)
     geometry = _transposed_geometry(node, source[1:], target[1:], weights.shape[2:])
     return _lower(node, context, weights, geometry, transposed=True)
+
+
+def _misfit(node: ir.Node, source: Shape, kernel: Shape) -> str | None:
+    """Say what is wrong with a kernel, whose shape onnx's inference takes from the attribute where there is one."""
+    stated = tuple(node.attributes.get_ints("kernel_shape", kernel))
+    if stated != kernel or len(kernel) != len(source) - 1:
+        return f"its kernel has shape {kernel}: expected kernel_shape, {stated}, and {len(source) - 1} axes"
+    return None
 
 
 def _lower(node: ir.Node, context: Context, weights: NDArray[Any], geometry: Geometry, *, transposed: bool) -> Lowered:
     if not 1 <= geometry.rank <= _MOST_AXES:
         return context.refuse(node, f"convolutions have 1 to {_MOST_AXES} spatial axes, found {geometry.rank}")
     group = node.attributes.get_int("group", 1)
+    source = context.shape(node.inputs[0])
+    channels, outputs = (
+        (weights.shape[0], weights.shape[1] * group) if transposed else (weights.shape[1] * group, weights.shape[0])
+    )
+    if source is None or weights.ndim != geometry.rank + 2 or source[0] != channels or group < 1 or outputs % group:
+        return context.refuse(
+            node, f"weights of shape {weights.shape} in {group} groups don't fit an input of shape {source}"
+        )
     added = node.inputs[2] if len(node.inputs) > 2 else None
     bias = constant(added)
     if added is not None and bias is None:
         return context.refuse(node, "its bias is not constant; use it without bias, and Add")
+    if bias is not None and bias.size != outputs:
+        return context.refuse(node, f"its bias has {bias.size} elements: expected {outputs}")
 
     def emit(builder: Builder, values: Sequence[int]) -> int:
         make = _transposed_convolution if transposed else convolution
@@ -175,38 +201,88 @@ def _transposed_geometry(node: ir.Node, source: Shape, target: Shape, kernel: Sh
     return Geometry(kernel, strides, begin, end, dilations, target)
 
 
+@dataclass(frozen=True, slots=True)
+class _Phases:
+    """The convolutions that the outputs of a transposed one are, along one axis: all of them as one.
+
+    Attributes:
+        starts: place of the first output, by phase: output o with o + pad = place * stride + phase.
+        begin: zeros in front of the input; a negative number crops.
+        points: of the kernel that all phases share; point a reads the input at place - start + a - begin.
+        count: places of a phase.
+        taps: point of the transposed kernel, shape (stride, points); -1 for zero.
+    """
+
+    starts: tuple[int, ...]
+    begin: int
+    points: int
+    count: int
+    taps: NDArray[np.int64]
+
+    @property
+    def extent(self) -> int:
+        """Elements of the input that are read, padding included."""
+        return self.count + self.points - 1
+
+
+def _phases(kernel: int, stride: int, dilation: int, pad: int, output: int) -> _Phases:
+    """Start all phases at one place, or each at its first, whichever reads less of the input and then multiplies less.
+
+    Example: 3 points with stride 2 and padding 1 over 4 elements, to 8. With one start, 2 points at 5 places read 6
+    elements, two of them padding; the phase of two points starts a place later, so that 4 places are enough, and 5.
+    """
+    common, own = [pad // stride] * stride, [-((phase - pad) // stride) for phase in range(stride)]
+    found = [_started(starts, kernel, stride, dilation, pad, output) for starts in (common, own)]
+    return min(found, key=lambda phases: (phases.extent, phases.points * phases.count))
+
+
+def _started(starts: Sequence[int], kernel: int, stride: int, dilation: int, pad: int, output: int) -> _Phases:
+    reach = (kernel - 1) * dilation
+    used = [phase for phase in range(stride) if phase <= reach]
+    low = min(starts[phase] - (reach - phase) // stride for phase in used)
+    points = max(starts[phase] for phase in used) - low + 1
+    count = max((output - 1 + pad - phase) // stride - starts[phase] + 1 for phase in range(stride))
+    taps = np.full((stride, points), -1)
+    for phase in used:
+        places = (starts[phase] - low - np.arange(points)) * stride + phase
+        inside = (places >= 0) & (places <= reach) & (places % dilation == 0)
+        taps[phase, inside] = places[inside] // dilation
+    return _Phases(tuple(starts), -low, points, count, taps)
+
+
 def _transposed_convolution(builder: Builder, value: int, weights: Floats, geometry: Geometry, group: int) -> int:
     """Append a transposed convolution; weights have shape (channels, outputs / group, *kernel)."""
     source = builder.shapes[value][1:]
-    axes = range(geometry.rank)
-    strides = geometry.strides
-    points = [-(-((k - 1) * d + 1) // s) for k, d, s in zip(geometry.kernel, geometry.dilations, strides, strict=True)]
-    first = [geometry.begin[i] // strides[i] for i in axes]
-    count = [(geometry.output[i] - 1 + geometry.begin[i]) // strides[i] - first[i] + 1 for i in axes]
-    begin = tuple(points[i] - 1 - first[i] for i in axes)
-    end = tuple(max(0, count[i] + points[i] - 1 - source[i] - begin[i]) for i in axes)
+    axes = [
+        _phases(*numbers)
+        for numbers in zip(
+            geometry.kernel, geometry.strides, geometry.dilations, geometry.begin, geometry.output, strict=True
+        )
+    ]
     ones = (1,) * geometry.rank
-    inner = Geometry(tuple(points), ones, begin, end, ones, tuple(count))
-    made = convolution(builder, value, _phase_weights(weights, geometry, points, group), inner, group)
+    begin, count = tuple(axis.begin for axis in axes), tuple(axis.count for axis in axes)
+    end = tuple(max(0, axis.extent - size - axis.begin) for axis, size in zip(axes, source, strict=True))
+    inner = Geometry(tuple(axis.points for axis in axes), ones, begin, end, ones, count)
+    made = convolution(builder, value, _phase_weights(weights, axes, group), inner, group)
     outputs = weights.shape[1] * group
-    elements = numbered(builder, made).reshape(outputs, *strides, *count)
-    reached = [np.arange(geometry.output[i]) + geometry.begin[i] for i in axes]
-    phases = np.ix_(np.arange(outputs), *(reached[i] % strides[i] for i in axes))
-    places = np.ix_(np.arange(outputs), *(reached[i] // strides[i] - first[i] for i in axes))
+    elements = numbered(builder, made).reshape(outputs, *geometry.strides, *count)
+    reached = [np.arange(o) + b for o, b in zip(geometry.output, geometry.begin, strict=True)]
+    pairs = [divmod(r, s) for r, s in zip(reached, geometry.strides, strict=True)]
+    phases = np.ix_(np.arange(outputs), *(phase for _, phase in pairs))
+    places = np.ix_(
+        np.arange(outputs),
+        *(place - np.array(axis.starts)[phase] for (place, phase), axis in zip(pairs, axes, strict=True)),
+    )
     return take(builder, made, elements[(*phases, *places[1:])])
 
 
-def _phase_weights(weights: Floats, geometry: Geometry, points: Sequence[int], group: int) -> Floats:
-    """Return the kernels of all phases, flipped: shape (outputs * phases, channels / group, *points)."""
+def _phase_weights(weights: Floats, axes: Sequence[_Phases], group: int) -> Floats:
+    """Return the kernels of all phases: shape (outputs * phases, channels / group, *points)."""
     channels, outputs = weights.shape[:2]
-    strides = geometry.strides
-    spread = np.zeros((channels, outputs, *(p * s for p, s in zip(points, strides, strict=True))))
-    every = tuple(slice(0, (k - 1) * d + 1, d) for k, d in zip(geometry.kernel, geometry.dilations, strict=True))
-    spread[(slice(None), slice(None), *every)] = weights
-    # channel, output, then (point, phase) of every axis
-    split = spread.reshape(channels, outputs, *(n for pair in zip(points, strides, strict=True) for n in pair))
-    rank = geometry.rank
-    point_axes, phase_axes = [2 + 2 * i for i in range(rank)], [3 + 2 * i for i in range(rank)]
-    flipped = np.flip(split, tuple(point_axes)).reshape(group, channels // group, *split.shape[1:])
-    order = [0, 2, *(a + 1 for a in phase_axes), 1, *(a + 1 for a in point_axes)]
-    return np.ascontiguousarray(flipped.transpose(order)).reshape(-1, channels // group, *points)
+    ended = np.pad(weights, [(0, 0), (0, 0), *[(0, 1)] * len(axes)])  # tap -1 is the zero at the end
+    taken = ended[np.ix_(np.arange(channels), np.arange(outputs), *(axis.taps.ravel() for axis in axes))]
+    # group, channel, output, then (phase, point) of every axis
+    split = taken.reshape(group, -1, outputs, *(n for axis in axes for n in axis.taps.shape))
+    phase_axes, point_axes = range(3, split.ndim, 2), range(4, split.ndim, 2)
+    ordered = split.transpose(0, 2, *phase_axes, 1, *point_axes)
+    return np.ascontiguousarray(ordered).reshape(-1, channels // group, *(axis.points for axis in axes))

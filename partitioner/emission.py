@@ -28,6 +28,7 @@ from heinfer.plan.bundle import (
     WEIGHTS_FILE,
     pack_terms,
 )
+from heinfer.plan.checks import write_checks
 from heinfer.plan.files import PLAN_FILE, atomic_folder, folder_digest, read_plan, write_arrays, write_plan
 from heinfer.plan.hints import write_hints
 from heinfer.ring import RingParameters
@@ -125,6 +126,7 @@ def emit(result: Draft, content: bytes, target: Path, reference: bool, batch_hin
             write_plan(folder / PLAN_FILE, plan)
         _, plan_hash = read_plan(node)
         write_hints(node, plan, plan_hash, integers, batch_hints)
+        write_checks(node, plan, plan_hash, integers)
         _write_card(work / CARD_FILE, content)
         if reference:
             _write_reference(work / "reference", result.reference(content))

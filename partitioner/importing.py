@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import google.protobuf.message
@@ -22,8 +23,11 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from heinfer.errors import Offence, UnsupportedModelError
+from heinfer.operators.steps import LARGEST_VALUE
 from partitioner.conversion import STANDARD_DOMAINS, convert
+from partitioner.shapes import check_consistency
 from partitioner.simplification import simplify
+from partitioner.tensors import check_tensors
 
 #: The first version of the file format that may hold `partitioner.conversion.OPSET`.
 IR_VERSION = 10
@@ -75,7 +79,9 @@ def import_model(path: Path, dimensions: Mapping[str, int] | None = None) -> Imp
     # Below version 4 an initialiser has to be an input as well, which the passes undo.
     model.ir_version = max(model.ir_version, IR_VERSION)
     common_passes.InlinePass()(model)
+    common_passes.RemoveInitializersFromInputsPass()(model)
     _name_nodes(model)
+    check_consistency(model)
     simplify(model)
     name = path.stem if path.stem != "model" else path.resolve().parent.name
     return Imported(name, content, model, tuple(value.name for value in proto.graph.output))
@@ -104,7 +110,14 @@ def _read(path: Path) -> onnx.ModelProto:
         proto = onnx.load_model(path, format="protobuf")  # whatever the name's ending
     except FileNotFoundError as error:
         raise UnsupportedModelError(f"{error.filename or path} does not exist") from error
-    except (google.protobuf.message.DecodeError, onnx.checker.ValidationError, OSError, UnicodeDecodeError) as error:
+    except (
+        google.protobuf.message.DecodeError,
+        onnx.checker.ValidationError,
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:
+        # OSError, RuntimeError, ValueError: data in other files, of names and extents that can't be
         raise UnsupportedModelError(f"{path} is not an ONNX model, or it is truncated: {error}") from error
     if not proto.graph.node or not proto.opset_import:
         raise UnsupportedModelError(f"{path} is not an ONNX model, or it is truncated: it has no operators")
@@ -127,6 +140,9 @@ def _refuse(proto: onnx.ModelProto, content: bytes) -> None:
             offences.append(Offence(name, node.op_type, "in training mode; export in evaluation mode"))
     if offences:
         raise UnsupportedModelError(f"{len(offences)} operators can't be partitioned:", offences)
+    offences = check_tensors(proto)
+    if offences:
+        raise UnsupportedModelError(f"{len(offences)} constants are malformed:", offences)
     try:
         onnx.checker.check_model(content)
     except (onnx.checker.ValidationError, UnicodeDecodeError) as error:
@@ -179,6 +195,8 @@ def _fix_input(value: onnx.ValueInfoProto, dimensions: Mapping[str, int]) -> lis
     dynamic = {i: d.dim_param for i, d in enumerate(dims) if not (d.HasField("dim_value") and d.dim_value > 0)}
     if dynamic:
         offences.append(Offence(value.name, "input", _dynamic_reason(dynamic)))
+    elif (size := prod(dim.dim_value for dim in dims)) > LARGEST_VALUE:
+        offences.append(Offence(value.name, "input", f"has {size} elements: expected {LARGEST_VALUE} at most"))
     return offences
 
 

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import onnx_ir as ir
 
-from heinfer.errors import HeinferError, Offence, UnsupportedModelError
+from heinfer.errors import HeinferError, Offence, ParameterError, UnsupportedModelError
 from heinfer.plan import Plan
 from heinfer.ring import RingParameters
+from partitioner.averages import average_first
 from partitioner.batching import free_batch
 from partitioner.blocks import BuiltBlock, MoveToNode, build_block
 from partitioner.classification import classify
+from partitioner.composition import compose_convolutions
 from partitioner.emission import Draft, draft, emit
 from partitioner.explanation import MOVED, explain
 from partitioner.folding import fold
 from partitioner.grouping import CyclicBlock, Group, group
+from partitioner.homogeneous import move_gains
 from partitioner.importing import Imported, import_model
 from partitioner.lowering import Lowered
 from partitioner.normalisation import fuse_normalisations
-from partitioner.pinning import PinnedNodes, Pins, find_pinned, without_pinned
+from partitioner.pinning import PinnedNodes, Pins, find_pinned, named, without_pinned
 from partitioner.placement import place
+from partitioner.precision import check_precision
 from partitioner.rewriting import rewrite_composites
 from partitioner.shapes import Shape, infer_shapes
 from partitioner.simplification import restore_results, simplify
+from partitioner.strides import stride_early
 from partitioner.verification import verify
 
 
@@ -54,6 +60,7 @@ def partition(
     dimensions: Mapping[str, int] | None = None,
     on_node: Sequence[str] = (),
     on_server: Sequence[str] = (),
+    precision: float | None = None,
 ) -> Partition:
     """Partition an ONNX model into a bundle.
 
@@ -67,27 +74,38 @@ def partition(
         on_node: operators to run on the node, by name or type, with patterns as in a shell: `["head.*", "Gemm"]`. The
             weights of those that have some are then given to the node.
         on_server: operators without weights to run under encryption, likewise.
+        precision: what every block's error bound for inputs of magnitude 1 must be at most (docs/parameters.md); None:
+            what weights of 15 bits give.
 
     Returns:
         The plan, where it was written, and how close it is to the original in the clear.
 
     Raises:
-        UnsupportedModelError: the model can't be partitioned; lists every offending node.
+        UnsupportedModelError: the model can't be partitioned, or not with that precision; lists every offending node or
+            block.
+        ParameterError: `precision` is not a finite number above 0.
         InputError: a pattern names no operator.
         PlanError: `output` holds something else, or can't be written.
     """
+    if precision is not None and not 0 < precision < inf:
+        raise ParameterError(f"precision: expected a finite error bound above 0, such as 1e-5, found {precision}")
     parameters = parameters or RingParameters.default()
     pins = Pins(tuple(on_node), tuple(on_server))
-    imported, result, difference = partition_in_memory(Path(model), parameters, dimensions, pins)
+    imported, result, difference = partition_in_memory(Path(model), parameters, dimensions, pins, precision)
     plan = emit(result, imported.content, Path(output), reference, batch_hints)
     return Partition(plan, Path(output), difference)
 
 
 def partition_in_memory(
-    model: Path, parameters: RingParameters, dimensions: Mapping[str, int] | None = None, pins: Pins | None = None
+    model: Path,
+    parameters: RingParameters,
+    dimensions: Mapping[str, int] | None = None,
+    pins: Pins | None = None,
+    precision: float | None = None,
 ) -> tuple[Imported, Draft, float]:
     """Run all passes but the last, which writes."""
-    placed = prepare(model, parameters, dimensions, pins)
+    placed = prepare(model, parameters, dimensions, pins, precision)
+    check_precision([built.block for built in placed.blocks], precision)
     result = draft(placed.imported, placed.groups, placed.blocks, placed.shapes, parameters, placed.reasons)
     return placed.imported, result, verify(result, placed.imported.content)
 
@@ -112,21 +130,35 @@ class Placed:
 
 
 def prepare(
-    model: Path, parameters: RingParameters, dimensions: Mapping[str, int] | None = None, pins: Pins | None = None
+    model: Path,
+    parameters: RingParameters,
+    dimensions: Mapping[str, int] | None = None,
+    pins: Pins | None = None,
+    precision: float | None = None,
 ) -> Placed:
     """Import a model, place its operators and build its blocks."""
+    pins = pins or Pins()
     imported = import_model(model, dimensions)
     fuse_normalisations(imported.model)
     rewrite_composites(imported.model)
     simplify(imported.model)
     free_batch(imported.model)
     fold(imported.model)
+    save_values(imported.model, named(imported.model, pins))
     restore_results(imported.model, imported.results)
     shapes = infer_shapes(imported.model)
     lowered = classify(imported.model, shapes)
-    pinned = find_pinned(imported.model, lowered, pins or Pins())
-    groups, blocks, reasons = _settle(imported.model, lowered, pinned, shapes, parameters)
+    pinned = find_pinned(imported.model, lowered, pins)
+    groups, blocks, reasons = _settle(imported.model, lowered, pinned, shapes, parameters, precision)
     return Placed(imported, shapes, groups, blocks, reasons)
+
+
+def save_values(model: ir.Model, pinned: Collection[ir.Node]) -> None:
+    """Move linear operators through others, where the same results take fewer values or rounds; not pinned ones."""
+    move_gains(model, pinned)
+    compose_convolutions(model, pinned)
+    average_first(model, pinned)
+    stride_early(model, pinned)
 
 
 def _settle(
@@ -135,6 +167,7 @@ def _settle(
     pinned: PinnedNodes,
     shapes: Mapping[str, Shape],
     parameters: RingParameters,
+    precision: float | None,
 ) -> tuple[list[Group], list[BuiltBlock], dict[ir.Node, str]]:
     """Place operators and build blocks, moving to the node what can't be in a block, until all fits."""
     allowed = without_pinned(lowered, pinned)
@@ -147,7 +180,8 @@ def _settle(
             blocks: list[BuiltBlock] = []
             for found in groups:
                 if found.on_server:
-                    blocks.append(build_block(len(blocks), found, allowed, sides, shapes, parameters, reasons))
+                    built = build_block(len(blocks), found, allowed, sides, shapes, parameters, reasons, precision)
+                    blocks.append(built)
         except CyclicBlock as cycle:
             moved = set(cycle.nodes)
         except MoveToNode as conflict:

@@ -11,12 +11,14 @@ shapes of weights and not their values, so that it costs the same whatever their
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import onnx
 import onnx_ir as ir
 from onnx import shape_inference
 
-from heinfer.errors import UnsupportedModelError
+from heinfer.errors import Offence, UnsupportedModelError
+from heinfer.operators.steps import LARGEST_VALUE
 
 Shape = tuple[int, ...]
 
@@ -38,7 +40,24 @@ def infer_shapes(model: ir.Model) -> dict[str, Shape]:
         other = at_three.get(name)
         if shape[:1] == (2,) and other == (3, *shape[1:]):
             found[name] = shape[1:]
+    _refuse_large(found)
     return found
+
+
+def check_consistency(model: ir.Model) -> None:
+    """Check types and shapes at a batch of 1, before any pass relies on them.
+
+    Raises:
+        UnsupportedModelError: onnx's inference finds the model inconsistent, or a value that is too large for a block.
+    """
+    _refuse_large(_at_batch(model, 1))
+
+
+def _refuse_large(shapes: Mapping[str, Shape]) -> None:
+    large = [name for name, shape in shapes.items() if prod(shape) > LARGEST_VALUE]
+    if large:
+        offences = [Offence(name, "value", f"it has {prod(shapes[name])} elements a sample") for name in large]
+        raise UnsupportedModelError(f"values are too large: expected {LARGEST_VALUE} elements at most", offences)
 
 
 def infer_types(model: ir.Model) -> dict[str, int]:
@@ -51,7 +70,7 @@ def _at_batch(model: ir.Model, samples: int) -> dict[str, Shape]:
     proto = _without_weights(model, samples)
     try:
         inferred = shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
-    except shape_inference.InferenceError as error:
+    except (shape_inference.InferenceError, onnx.checker.ValidationError, ValueError) as error:
         raise UnsupportedModelError(f"shapes don't fit together: {str(error).strip().splitlines()[0]}") from error
     return dict(_known(inferred))
 

@@ -19,6 +19,7 @@ from onnxscript import optimizer
 from onnxscript.rewriter import rewrite
 from onnxscript.rewriter.rules.common import dropout_inference_rule, dropout_zero_rule
 
+from heinfer.errors import UnsupportedModelError
 from partitioner.shapes import SAME_SHAPE
 
 #: Quantised constants stay recognisable: `partitioner.rewriting` turns them into weights.
@@ -67,10 +68,13 @@ def _fold_once(model: ir.Model) -> int:
     """Fold along the graph; return the number of nodes that are left."""
     lift = common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)
     lift(model)
-    with np.errstate(all="ignore"):  # masks are made of infinities
-        optimizer.fold_constants_ir(
-            model, onnx_shape_inference=True, output_size_limit=_LARGEST, should_fold=_folds_at_any_size
-        )
+    try:
+        with np.errstate(all="ignore"):  # masks are made of infinities
+            optimizer.fold_constants_ir(
+                model, onnx_shape_inference=True, output_size_limit=_LARGEST, should_fold=_folds_at_any_size
+            )
+    except (ArithmeticError, LookupError, MemoryError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(f"constants of the model can't be computed: {error}") from error
     lift(model)
     tidy(model)
     return len(model.graph)

@@ -11,6 +11,7 @@ from typing import Any
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from heinfer.errors import Offence, UnsupportedModelError
 from heinfer.plan.execution import open_session
 
 
@@ -27,6 +28,7 @@ def run_node(node: ir.Node, feeds: Mapping[str, NDArray[Any]], left_out: Collect
 
     Raises:
         PlanError: onnxruntime lacks the operator for this element type.
+        UnsupportedModelError: onnxruntime refuses to run it.
     """
     inputs = [
         ir.Value(name=n, type=ir.TensorType(ir.DataType.from_numpy(a.dtype)), shape=ir.Shape(a.shape))
@@ -50,5 +52,9 @@ def run_node(node: ir.Node, feeds: Mapping[str, NDArray[Any]], left_out: Collect
     opset = {"": owner.opset_imports[""]}
     graph = ir.Graph(inputs, [output], nodes=[copy], initializers=list(initialisers.values()), opset_imports=opset)
     session = open_session(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString())
-    result: NDArray[Any] = session.run(None, dict(feeds))[0]
+    try:
+        result: NDArray[Any] = session.run(None, dict(feeds))[0]
+    except Exception as error:  # onnxruntime's exceptions share no base class of their own
+        offence = Offence(str(node.name), node.op_type, f"onnxruntime refuses it: {error}")
+        raise UnsupportedModelError("an operator can't be partitioned:", [offence]) from error
     return result

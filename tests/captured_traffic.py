@@ -6,11 +6,14 @@ import contextlib
 import socket
 import struct
 import threading
+import zlib
 from dataclasses import replace
+
+import xxhash
 
 from heinfer.wire import Address, BlockAnswer, BlockRequest, End, NodeEvent, ServerEvent
 
-MAGIC = b"heinfer\x02"
+MAGIC = b"heinfer\x03"
 Frame = tuple[bytes, bytes]
 Event = NodeEvent | ServerEvent | End
 
@@ -87,12 +90,26 @@ def messages(data: bytes) -> list[Frame]:
     assert data.startswith(MAGIC)
     found, position = [], len(MAGIC)
     while position < len(data):
-        envelope_bytes, payload_bytes = struct.unpack_from("<II", data, position)
-        middle = position + 8 + envelope_bytes
+        envelope_bytes, payload_bytes, check, own_check = struct.unpack_from("<IIII", data, position)
+        assert own_check == zlib.crc32(data[position : position + 12])
+        middle = position + 16 + envelope_bytes
         position = middle + payload_bytes
         assert position <= len(data), "the last frame is cut"
         found.append((data[middle - envelope_bytes : middle], data[middle : middle + payload_bytes]))
+        assert check == content_check(*found[-1])
     return found
+
+
+def content_check(envelope: bytes, payload: bytes) -> int:
+    """Return the checksum of a frame's content."""
+    return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(envelope)) % 2**32
+
+
+def framed(envelope_bytes: int, payload_bytes: int, content: bytes = b"") -> bytes:
+    """Return a frame that announces these lengths, with right checksums; its content may be cut or of any kind."""
+    check = content_check(content[:envelope_bytes], content[envelope_bytes:])
+    lengths = struct.pack("<III", envelope_bytes, payload_bytes, check)
+    return lengths + struct.pack("<I", zlib.crc32(lengths)) + content
 
 
 def without_payloads(data: bytes) -> bytes:

@@ -31,6 +31,8 @@ from trusted_node.workers import CryptoPool, Encrypted
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LOOPBACK = Address("127.0.0.1", 0)
+#: A server that is gone is given up soon.
+IMPATIENT = Limits(retry_s=0.3)
 COMMAND = (sys.executable, "-m", "heinfer.cli.main")
 NODE_READY_S = 60.0
 
@@ -68,9 +70,11 @@ class WatchedPool(CryptoPool):
         self.secrets.append(bytes(secret))
         return secret
 
-    def encrypt(self, secret: bytes, values: np.ndarray, scale: np.ndarray) -> Future[Encrypted]:
+    def encrypt(
+        self, secret: bytes, values: np.ndarray, scale: np.ndarray, weights: np.ndarray | None = None
+    ) -> Future[Encrypted]:
         self.scales.append(scale.copy())
-        return super().encrypt(secret, values, scale)
+        return super().encrypt(secret, values, scale, weights)
 
 
 @dataclass
@@ -86,10 +90,14 @@ class Parties:
 
 @contextmanager
 def parties(
-    bundle: Path, pool: WatchedPool, through: Any = None, mode: ModeChoice = ModeChoice.STANDARD, ready: int = 0
+    bundle: Path,
+    pool: WatchedPool,
+    through: Any = None,
+    mode: ModeChoice = ModeChoice.STANDARD,
+    ready: int = 0,
+    limits: Limits = IMPATIENT,
 ) -> Iterator[Parties]:
     """Start both; `through(address)` may put something between them and return its address."""
-    limits = Limits()
     pool.forget()
     evaluator = WatchedEvaluator(load_server(bundle / "server"))
     server = EvaluatorService(evaluator, LOOPBACK, limits)

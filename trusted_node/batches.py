@@ -1,6 +1,6 @@
 """One upload of a batch in prepared mode: up to N samples of one query under one secret, laid along the coefficients.
 
-    values --(scale, round; e - a s)--> b, one row a value --> server --> W(b) --(+ W(a) s, scale back)--> values
+    values --(scale, round; e - a s)--> b, one row a value --> server --> W(b) --(check; + W(a) s, scale back)--> values
 
 As in standard mode a ciphertext holds one value of all samples; but a is fixed by the seed, so b alone travels, and the
 hint W(a), one polynomial a value that comes back, gives the correction. A LeNet-5 batch of 2048 costs 6,800 products
@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from heinfer.errors import LocalProtocolError, RemoteProtocolError
 from heinfer.plan import NodeBundle, batch_polynomials
 from heinfer.ring import LANES, RingParameters, Transform, pack, packed_bytes, run_tiles, scratch_array, unpack
-from heinfer.wire import BlockAnswer, Limits, Mode
-from trusted_node.link import LinkSession
+from heinfer.wire import BlockAnswer, Chunk, Limits, Mode
+from trusted_node.delivery import Delivery
+from trusted_node.integrity import BlockCheck, RowSums, forged_answer
 from trusted_node.masking import decrypt_rows, encrypt_rows, fill_lanes, tables_of, to_residues
 from trusted_node.results import BlockResult, finish_outputs, row_terms
 from trusted_node.sampling import draw_noise, draw_ternary, wipe
@@ -77,31 +78,34 @@ class BatchUpload:
     Args:
         bundle: the node's folder.
         block: index of the block.
-        session: where it goes; nothing else uses it until `receive` has ended.
+        delivery: carries it; nothing else uses it.
         materials: of the plan.
         statistics: takes costs and bounds.
         limits: chunk size.
+        check: finds answers that are not honest; None: whatever comes is taken for honest.
     """
 
     def __init__(
         self,
         bundle: NodeBundle,
         block: int,
-        session: LinkSession,
+        delivery: Delivery,
         materials: BatchMaterials,
         statistics: QueryStatistics,
         limits: Limits,
+        check: BlockCheck | None,
     ) -> None:
         self._bundle = bundle
         self._index = block
-        self._session = session
+        self._delivery = delivery
         self._material = materials.of(block)
         self._statistics = statistics
         self._limits = limits
+        self._check = check
         self._owner = os.getpid()
         self._sent = False
+        self._committed: RowSums | None = None
         self._lanes = np.zeros((self._material.ring.degree, LANES))
-        self._request_id = 0
         self._sent_at = 0.0
         self.waited_s = 0.0
 
@@ -121,25 +125,33 @@ class BatchUpload:
         to_residues(self._lanes, material.tables.modulus)
         wipe(secret, evaluations)
         size = packed_bytes(samples)
-        self._request_id = self._session.open_request(self._index, samples, Mode.BATCH)
+        self._delivery.open_request(self._index, samples, Mode.BATCH)
         encrypt_s = 0.0
+        committed = None if self._check is None else RowSums(self._check.rows_up, samples, material.ring.modulus)
         for first in range(0, len(rows), _STEP_ROWS):
             begun = time.perf_counter()
-            packed = pack(self._encrypt(first, rows[first : first + _STEP_ROWS]))
+            encrypted = self._encrypt(first, rows[first : first + _STEP_ROWS])
+            if committed is not None:
+                committed.add(first, encrypted)
+            packed = pack(encrypted)
             encrypt_s += time.perf_counter() - begun
             step = max(1, self._limits.chunk_bytes // size)
             for row in range(0, len(packed), step):
                 part = packed[row : row + step]
-                self._session.send_rows(self._request_id, first + row, len(part), part.tobytes())
+                self._delivery.send_rows(first + row, len(part), part.tobytes())
+        self._committed = committed
         self._statistics.add(self._index, encrypt_s=encrypt_s, ciphertexts_up=len(rows), bytes_up=len(rows) * size)
         self._sent_at = time.perf_counter()
         self.waited_s += self._sent_at - started
 
     def receive(self, bounded: int) -> BlockResult:
-        """Receive and decrypt the answer, then wipe the secret.
+        """Receive, check and decrypt the answer, then wipe the secret.
 
         Args:
             bounded: leading samples whose error bounds are wanted.
+
+        Raises:
+            IntegrityError: the answer is not what the block computes; it was not decrypted.
         """
         started = time.perf_counter()
         try:
@@ -176,34 +188,50 @@ class BatchUpload:
         run_tiles(run, range(-(-len(x) // LANES)))
         return out
 
-    def _decrypt_answer(self) -> NDArray[np.float32]:
-        size, expected = packed_bytes(self._samples), len(self._material.scale)
-        values = np.empty((expected, self._samples), np.float32)
-        decrypt_s, found = 0.0, 0
-        for data in self._row_groups(size):
+    def _check_answer(self, announcement: BlockAnswer, chunks: Iterator[Chunk]) -> list[NDArray[np.uint8]]:
+        """Return the answer's rows, packed, in groups of LANES but for the last, all of it received and checked."""
+        wire_s = max(0.0, time.perf_counter() - self._sent_at - announcement.compute_s)
+        self._statistics.add(self._index, server_s=announcement.compute_s, wire_s=wire_s)
+        modulus, expected = self._material.ring.modulus, len(self._material.scale)
+        size = packed_bytes(self._samples)
+        groups: list[NDArray[np.uint8]] = []
+        answered = None if self._check is None else RowSums(self._check.down, self._samples, modulus)
+        check_s, found = 0.0, 0
+        for data in self._row_groups(chunks, size):
             begun = time.perf_counter()
             packed = np.frombuffer(data, np.uint8).reshape(-1, size)
             if found + len(packed) > expected:
                 raise RemoteProtocolError(f"expected {expected} rows, found more")
-            y = unpack(packed, self._samples, self._material.ring.modulus)
-            self._decrypt(found, y, values[found : found + len(y)])
-            found += len(y)
-            decrypt_s += time.perf_counter() - begun
+            if answered is not None:
+                answered.add(found, unpack(packed, self._samples, modulus))
+            groups.append(packed)
+            found += len(packed)
+            check_s += time.perf_counter() - begun
         if found != expected:
             raise RemoteProtocolError(f"expected {expected} rows, found {found}")
-        self._statistics.add(self._index, decrypt_s=decrypt_s)
+        if answered is not None and not answered.equals(self._committed):
+            raise forged_answer(self._index)
+        self._statistics.add(self._index, check_s=check_s, decrypt_s=check_s)
+        return groups
+
+    def _decrypt_answer(self) -> NDArray[np.float32]:
+        groups = self._delivery.accept(self._check_answer)
+        begun = time.perf_counter()
+        modulus = self._material.ring.modulus
+        values = np.empty((len(self._material.scale), self._samples), np.float32)
+        first = 0
+        for packed in groups:
+            self._decrypt(first, unpack(packed, self._samples, modulus), values[first : first + len(packed)])
+            first += len(packed)
+        self._statistics.add(self._index, decrypt_s=time.perf_counter() - begun)
         return values
 
-    def _row_groups(self, size: int) -> Iterator[bytes]:
+    def _row_groups(self, chunks: Iterator[Chunk], size: int) -> Iterator[bytes]:
         """Yield the answer's rows, a whole number of groups of LANES at a time."""
         pending = bytearray()
-        for event in self._session.answer(self._request_id):
-            if isinstance(event, BlockAnswer):
-                wire_s = max(0.0, time.perf_counter() - self._sent_at - event.compute_s)
-                self._statistics.add(self._index, server_s=event.compute_s, wire_s=wire_s)
-                continue
-            pending += event.data
-            self._statistics.add(self._index, ciphertexts_down=event.rows, bytes_down=len(event.data))
+        for chunk in chunks:
+            pending += chunk.data
+            self._statistics.add(self._index, ciphertexts_down=chunk.rows, bytes_down=len(chunk.data))
             whole = len(pending) // (size * _STEP_ROWS) * size * _STEP_ROWS
             if whole:
                 yield bytes(pending[:whole])

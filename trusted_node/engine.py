@@ -29,12 +29,16 @@ from heinfer.plan.forecast import GROUP_BYTES as PREPARED_BYTES
 from heinfer.plan.forecast import GROUP_SAMPLES as PREPARED_SAMPLES
 from heinfer.plan.forecast import GROUPS_IN_FLIGHT
 from heinfer.processes import core_count
-from heinfer.wire import Limits, Mode
+from heinfer.wire import Limits, MemoryBudget, Mode
+from heinfer.wire.budget import machine_memory
 from trusted_node.batches import BatchMaterials, BatchUpload
-from trusted_node.link import LinkSession, ServerLink
+from trusted_node.delivery import Delivery
+from trusted_node.integrity import AnswerChecks
+from trusted_node.link import ServerLink
 from trusted_node.modes import ModeChoice, choose_mode
 from trusted_node.pool import PreparedPool, Taken
 from trusted_node.prepared_uploads import PreparedUpload
+from trusted_node.replicas import Replicas
 from trusted_node.scaling import sample_peaks
 from trusted_node.statistics import QueryStatistics
 from trusted_node.uploads import Upload
@@ -43,6 +47,8 @@ from trusted_node.workers import CryptoPool
 #: Uploads of one group under way at once; each holds a session, of which a server serves a limited number.
 UPLOADS_IN_FLIGHT = 4
 _WARM_UPS = 3
+#: Of the machine's memory, for uploads that may have to be sent again.
+_KEPT_SHARE = 0.25
 
 AnyUpload = Upload | PreparedUpload | BatchUpload
 
@@ -88,11 +94,13 @@ class Engine:
 
     Args:
         bundle: the node's folder.
-        link: connection to the server.
+        servers: connections to the servers, or to the only one.
         pool: processes for encryption and decryption in standard mode.
         limits: sizes on the wire.
         prepared: prepared queries; needed where the plan has prepared mode and the choice is not standard.
         choice: which mode queries run in.
+        check: whether answers are checked before they are used; without, the server must be trusted to be honest.
+        kept_bytes: memory for uploads that may have to be sent again; None: a quarter of the machine's.
 
     Raises:
         InputError: prepared mode is asked for, and the plan has none.
@@ -101,18 +109,22 @@ class Engine:
     def __init__(
         self,
         bundle: NodeBundle,
-        link: ServerLink,
+        servers: Replicas | ServerLink,
         pool: CryptoPool,
         limits: Limits,
         prepared: PreparedPool | None = None,
         choice: ModeChoice = ModeChoice.AUTO,
+        check: bool = True,
+        kept_bytes: int | None = None,
     ) -> None:
         self.bundle = bundle
-        self.link = link
+        self.replicas = servers if isinstance(servers, Replicas) else Replicas([servers])
         self.pool = pool
         self.limits = limits
         self.prepared = prepared
         self.choice = choice
+        self._kept = MemoryBudget(kept_bytes or int(machine_memory() * _KEPT_SHARE))
+        self._checks = AnswerChecks(bundle) if check else None
         if choose_mode(bundle.plan, choice, 1) is Mode.PREPARED and prepared is None:
             raise InputError("prepared mode needs a pool of prepared queries")
         hints = bundle.hints if choice is not ModeChoice.STANDARD else None
@@ -126,8 +138,8 @@ class Engine:
         What zeros do to the model does not matter; a server that is not there is found by the first real query.
         """
         specs = self.bundle.plan.inputs
-        for _ in range(_WARM_UPS):
-            with suppress(HeinferError):
+        with suppress(HeinferError):
+            for _ in range(_WARM_UPS):
                 self.infer({t.name: np.zeros((1, *t.shape), t.dtype) for t in specs})
 
     def close(self) -> None:
@@ -144,7 +156,8 @@ class Engine:
         Raises:
             InputError: inputs don't fit, or hold NaN or infinity; nothing was sent.
             DataError: a value inside the model is not finite.
-            RemoteProtocolError: the server failed.
+                RemoteProtocolError: the server failed.
+            IntegrityError: the server computed something else, now or too often before.
         """
         plan = self.bundle.plan
         samples = check_inputs(plan, inputs)
@@ -186,16 +199,21 @@ class Engine:
             raise failures[0]
         return results
 
+    def start_delivery(self, query_began: float) -> Delivery:
+        """Make what carries one upload of a query that began then (`time.monotonic`)."""
+        return Delivery(self.replicas, self.limits, self._kept, query_began)
+
     def start_upload(
-        self, block: int, session: LinkSession, mode: Mode, taken: Taken | None, statistics: QueryStatistics
+        self, block: int, delivery: Delivery, mode: Mode, taken: Taken | None, statistics: QueryStatistics
     ) -> AnyUpload:
         """Make an upload of a block in a mode; `taken` are prepared queries for it."""
+        check = self._checks.of(block) if self._checks is not None else None
         if taken is not None:
-            return PreparedUpload(self.bundle, block, session, taken.queries, statistics)
+            return PreparedUpload(self.bundle, block, delivery, taken.queries, statistics, check)
         if mode is Mode.BATCH:
             assert self._batches is not None  # the mode is chosen only where there are hints
-            return BatchUpload(self.bundle, block, session, self._batches, statistics, self.limits)
-        return Upload(self.bundle, block, session, self.pool, statistics, self.limits)
+            return BatchUpload(self.bundle, block, delivery, self._batches, statistics, self.limits, check)
+        return Upload(self.bundle, block, delivery, self.pool, statistics, self.limits, check)
 
     def _group_size(self, mode: Mode) -> int:
         if mode is not Mode.PREPARED or self.prepared is None:
@@ -215,6 +233,7 @@ class _Group:
         self._taken: Taken | None = None
         self.trace: dict[str, NDArray[Any]] = {}
         self._failure: DataError | None = None
+        self._began = time.monotonic()
         self._away_s = 0.0
 
     def run(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
@@ -266,9 +285,9 @@ class _Group:
                 self._round(step, {t.name: np.zeros((samples, *t.shape), np.float32) for t in specs})
 
     def _round(self, step: RoundStep, tensors: Tensors) -> dict[str, NDArray[Any]]:
-        """Send the blocks of a round, each over a session of its own, and receive them, a few at a time."""
+        """Send the blocks of a round, each by a delivery of its own, and receive them, a few at a time."""
         made: dict[str, NDArray[Any]] = {}
-        pending: deque[tuple[int, LinkSession, AnyUpload]] = deque()
+        pending: deque[tuple[int, Delivery, AnyUpload]] = deque()
         try:
             for index in step.blocks:
                 if len(pending) == UPLOADS_IN_FLIGHT:
@@ -276,34 +295,26 @@ class _Group:
                 self._send(index, tensors, pending)
             while pending:
                 made.update(self._receive(pending))
-        except BaseException:
-            for _, session, _ in pending:
-                session.close()
-            raise
         finally:
-            for _, _, upload in pending:
+            for _, delivery, upload in pending:  # none where all went well
+                delivery.close()
                 upload.wipe()
         return made
 
-    def _send(self, index: int, tensors: Tensors, pending: deque[tuple[int, LinkSession, AnyUpload]]) -> None:
+    def _send(self, index: int, tensors: Tensors, pending: deque[tuple[int, Delivery, AnyUpload]]) -> None:
         engine = self._engine
-        session = engine.link.acquire()
-        try:
-            upload = engine.start_upload(index, session, self._mode, self._taken, self._statistics)
-        except BaseException:
-            session.close()
-            raise
-        pending.append((index, session, upload))
+        delivery = engine.start_delivery(self._began)
+        upload = engine.start_upload(index, delivery, self._mode, self._taken, self._statistics)
+        pending.append((index, delivery, upload))
         checked = [self._finite(tensors[t.name], t.name) for t in self._plan.blocks[index].inputs]
         values = [x for x, _ in checked]
         upload.send(values, [peak for _, peak in checked])
         self._record(index, "input", values)
 
-    def _receive(self, pending: deque[tuple[int, LinkSession, AnyUpload]]) -> dict[str, NDArray[Any]]:
-        index, session, upload = pending[0]
+    def _receive(self, pending: deque[tuple[int, Delivery, AnyUpload]]) -> dict[str, NDArray[Any]]:
+        index, _, upload = pending[0]
         result = upload.receive(self._traced)
         pending.popleft()
-        self._engine.link.release(session)
         self._away_s += upload.waited_s
         self._record(index, "output", result.outputs)
         self._record(index, "bound", result.bounds)

@@ -35,8 +35,9 @@ from heinfer.wire import (
     connect,
     session_framing,
 )
-from heinfer.wire.address import refuse_plain_text
 from heinfer.wire.codec import decode_server_event, encode_node_event
+from heinfer.wire.security import PlainText, Security, check_connecting
+from trusted_node.integrity import Conduct
 
 Received = NodeEvent | ServerEvent | End | UploadComplete | AnswerComplete
 
@@ -53,16 +54,28 @@ class ServerLink:
         plan_hash: hash of our plan, 32 bytes.
         blocks: shapes of the plan's blocks.
         limits: sizes and times.
+        security: TLS, or where plain text is allowed.
+
+    Attributes:
+        conduct: how often its answers were not honest.
 
     Raises:
-        TransportError: the address is not loopback.
+        TransportError: this is no way to connect there.
     """
 
-    def __init__(self, address: Address, plan_hash: bytes, blocks: Sequence[BlockShape], limits: Limits) -> None:
-        refuse_plain_text(address)
+    def __init__(
+        self,
+        address: Address,
+        plan_hash: bytes,
+        blocks: Sequence[BlockShape],
+        limits: Limits,
+        security: Security = PlainText.ON_LOOPBACK,
+    ) -> None:
+        check_connecting(address, security)
+        self.conduct = Conduct(str(address))
         shapes = tuple(blocks)
         self._lender = Lender(
-            lambda: LinkSession(address, plan_hash, shapes, limits), _IDLE_SESSIONS, LinkSession.greet
+            lambda: LinkSession(address, plan_hash, shapes, limits, security), _IDLE_SESSIONS, LinkSession.greet
         )
 
     def acquire(self) -> LinkSession:
@@ -70,7 +83,9 @@ class ServerLink:
 
         Raises:
             RemoteProtocolError: the server can't be reached, or refuses us; or the link was closed.
+            IntegrityError: it is in quarantine.
         """
+        self.conduct.check()
         return self._lender.acquire()
 
     def release(self, session: LinkSession) -> None:
@@ -79,6 +94,7 @@ class ServerLink:
 
     def session(self) -> AbstractContextManager[LinkSession]:
         """Lend a session for a block of code; an error closes it. Raises as `acquire`."""
+        self.conduct.check()
         return self._lender.lend()
 
     def close(self) -> None:
@@ -97,15 +113,24 @@ class LinkSession:
         plan_hash: hash of our plan, 32 bytes.
         blocks: shapes of the plan's blocks.
         limits: sizes and times.
+        security: TLS, or where plain text is allowed.
 
     Raises:
+        TransportError: the server's certificate is refused.
         RemoteProtocolError: the server can't be reached.
     """
 
-    def __init__(self, address: Address, plan_hash: bytes, blocks: Sequence[BlockShape], limits: Limits) -> None:
+    def __init__(
+        self,
+        address: Address,
+        plan_hash: bytes,
+        blocks: Sequence[BlockShape],
+        limits: Limits,
+        security: Security = PlainText.ON_LOOPBACK,
+    ) -> None:
         self._protocol = NodeSession(os.urandom(16), plan_hash, blocks, limits)
         self._incoming: deque[Received] = deque()
-        self._connection = connect(address, limits, session_framing(limits))
+        self._connection = connect(address, limits, session_framing(limits), security)
 
     def greet(self) -> None:
         """Open the session; before anything else.
@@ -160,9 +185,9 @@ class LinkSession:
             raise self._unexpected(announcement, request_id)
         return announcement, self._chunks(request_id)
 
-    def open_request(self, block: int, samples: int, mode: Mode = Mode.STANDARD) -> int:
+    def open_request(self, block: int, samples: int, mode: Mode = Mode.STANDARD, attempt: int = 0) -> int:
         """Announce an upload whose rows follow by `send_rows`; return its request id."""
-        request = self._protocol.open_request(block, samples, mode)
+        request = self._protocol.open_request(block, samples, mode, attempt)
         self._put(request)
         return request.request_id
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.errors import InputError
@@ -15,15 +17,20 @@ from heinfer.wire import (
     Address,
     Description,
     Limits,
+    MemoryBudget,
+    PlainText,
     QueryHeader,
     ResultEvent,
     ResultHeader,
+    Security,
     Statistics,
     TensorSpec,
+    TokenFile,
     describe_tensors,
     iterate_tensor_chunks,
     serve_queries,
 )
+from heinfer.wire.budget import machine_memory
 from trusted_node.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -41,16 +48,29 @@ class NodeService:
         address: where to listen.
         limits: sizes and times.
         allow_trace: whether clients may ask for values inside the model, for reports.
+        security: TLS with clients, or where plain text is allowed.
+        tokens: the clients that are served; None: whoever connects.
+        memory: bytes for all queries together; None: a quarter of the machine's.
 
     Raises:
-        TransportError: the port is in use.
+        TransportError: the port is in use, or this is no way to listen there.
     """
 
-    def __init__(self, engine: Engine, address: Address, limits: Limits, allow_trace: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        address: Address,
+        limits: Limits,
+        allow_trace: bool,
+        security: Security = PlainText.ON_LOOPBACK,
+        tokens: TokenFile | None = None,
+        memory: int | None = None,
+    ) -> None:
         self._engine = engine
         self._limits = limits
         self._allow_trace = allow_trace
-        self._server = serve_queries(address, self, limits, WORKERS)
+        budget = MemoryBudget(memory or machine_memory() // 4, limits.room_s)
+        self._server = serve_queries(address, self, limits, WORKERS, security=security, tokens=tokens, memory=budget)
         self.address = self._server.address
 
     def stop(self, grace_s: float = 5.0) -> None:
@@ -75,6 +95,12 @@ class NodeService:
         yield from chunks
         if header.want_statistics:
             yield Statistics(result.statistics.to_json())
+
+    def needs(self, header: QueryHeader) -> int:
+        """Return the bytes that a query and its result take: as they travel, and as arrays."""
+        samples = max((spec.shape[0] or 0 for spec in header.tensors), default=0)
+        plan = self._engine.bundle.plan
+        return 2 * samples * sum(prod(t.shape) * np.dtype(t.dtype).itemsize for t in (*plan.inputs, *plan.outputs))
 
     def check(self, header: QueryHeader) -> None:
         """Refuse a query by its announcement, before its values are read.

@@ -32,7 +32,7 @@ def demo_command(
 
     folder = released_folder(MODEL)
     card = read_card(folder) or {}
-    with np.load(folder / "samples.npz") as archive:
+    with np.load(folder / "samples.npz", allow_pickle=False) as archive:
         x, y = archive["x"][:samples], archive["y"][:samples]
     out.print(f"Model: {card['name']}, {card['accuracy']:.2%} on the MNIST test set, {card['dataset']}")
     out.print(f"Training records: {privacy_line(card)}\n")

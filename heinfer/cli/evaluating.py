@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from heinfer.cli.screen import BundleArgument, JsonOption, ModeOption, out, progress, table, write_json
+from heinfer.cli.signing import TrustedKeyOption
+from heinfer.cli.transport import (
+    CaOption,
+    CertificateOption,
+    KeyOption,
+    PlainTextOption,
+    TlsOption,
+    TokenOption,
+    security,
+    token_of,
+)
 from heinfer.units import duration, rate, size
 
 if TYPE_CHECKING:
@@ -37,20 +49,59 @@ def evaluate_command(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="PATH", help="Write the report as a page for a browser.")
     ] = None,
+    node: Annotated[
+        str | None,
+        typer.Option("--node", metavar="HOST:PORT", help="A running node of this bundle, started with --allow-trace."),
+    ] = None,
+    journal: Annotated[
+        Path | None, typer.Option("--journal", metavar="FILE", help="Keep finished samples, N at a time, in a file.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the journal holds.")] = False,
+    trusted_key: TrustedKeyOption = None,
+    tls: TlsOption = None,
+    tls_ca: CaOption = None,
+    tls_cert: CertificateOption = None,
+    tls_key: KeyOption = None,
+    insecure_plain_text: PlainTextOption = False,
+    token_file: TokenOption = None,
     json: JsonOption = None,
 ) -> None:
     """Compare a model under encryption with the same model in the clear: accuracy, error, time, bytes."""
+    if resume and journal is None:
+        raise typer.BadParameter("--resume goes with --journal")
+    if node is None and any((tls, tls_ca, tls_cert, tls_key, insecure_plain_text, token_file)):
+        raise typer.BadParameter("options of transport go with --node; without, all stays on this machine")
     from heinfer.client import evaluate
     from heinfer.client.data import load_data
-    from heinfer.plan import read_plan
+    from heinfer.client.remote import RemoteModel
+    from heinfer.plan import read_bundle_plan
+    from heinfer.plan.signing import read_trusted_keys
 
-    plan, _ = read_plan(bundle)
+    trusted = trusted_key or ()
+    plan = read_bundle_plan(bundle, read_trusted_keys(trusted))
     loaded = load_data(data, plan.inputs[0], x_key=x, y_key=y, divide=divide, samples=samples)
     for note in loaded.notes:
         out.print(note)
     reference = None if model is None else _reference_of(model, plan)
-    with progress() as tell:
-        report = evaluate(bundle, loaded.x, loaded.y, reference=reference, mode=mode, simulate=simulate, progress=tell)
+    with ExitStack() as stack:
+        tell = stack.enter_context(progress())
+        through = None
+        if node is not None:
+            towards_node = security(tls, tls_ca, tls_cert, tls_key, insecure_plain_text)
+            through = stack.enter_context(RemoteModel(node, security=towards_node, token=token_of(token_file)))
+        report = evaluate(
+            bundle,
+            loaded.x,
+            loaded.y,
+            reference=reference,
+            mode=mode,
+            simulate=simulate,
+            trusted_keys=trusted,
+            through=through,
+            journal=journal,
+            resume=resume,
+            progress=tell,
+        )
     show(report)
     if html is not None:
         from heinfer.client.page import write_page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,9 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from heinfer.cli.screen import JsonOption, duration, out, size, write_json
+from heinfer.cli.signing import TrustedKeyOption
+from heinfer.cli.transport import (
+    CaOption,
+    CertificateOption,
+    KeyOption,
+    PlainTextOption,
+    TlsOption,
+    TokenOption,
+    security,
+    token_of,
+)
 
 if TYPE_CHECKING:
     from heinfer.client.remote import RemoteModel
+    from heinfer.wire import Security
 
 
 def register(app: typer.Typer) -> None:
@@ -34,11 +47,22 @@ def infer_command(
     mode: Annotated[
         Literal["auto", "standard", "prepared"], typer.Option("--mode", help="For --bundle; a node has its own.")
     ] = "auto",
+    trusted_key: TrustedKeyOption = None,
+    tls: TlsOption = None,
+    tls_ca: CaOption = None,
+    tls_cert: CertificateOption = None,
+    tls_key: KeyOption = None,
+    insecure_plain_text: PlainTextOption = False,
+    token_file: TokenOption = None,
     json: JsonOption = None,
 ) -> None:
     """Ask for a model's answer under encryption."""
     if (node is None) == (bundle is None):
         raise typer.BadParameter("give either --node or --bundle")
+    if trusted_key and bundle is None:
+        raise typer.BadParameter("--trusted-key goes with --bundle; a node has its own")
+    if bundle is not None and any((tls, tls_ca, tls_cert, tls_key, insecure_plain_text, token_file)):
+        raise typer.BadParameter("options of transport go with --node; --bundle stays on this machine")
     import numpy as np
 
     from heinfer.client.data import load_query
@@ -47,7 +71,11 @@ def infer_command(
 
     if not query.is_file():
         raise typer.BadParameter(f"{query} does not exist", param_hint="QUERY.npy")
-    context: AbstractContextManager[RemoteModel] = _open(node, bundle, mode)
+    context: AbstractContextManager[RemoteModel]
+    if node is not None:
+        context = _connect(node, security(tls, tls_ca, tls_cert, tls_key, insecure_plain_text), token_of(token_file))
+    else:
+        context = _start(bundle or Path(), mode, trusted_key or ())
     with context as model:
         spec = model.description.inputs[0]
         data = load_query(query, TensorSpec(spec.name, tuple(d or 0 for d in spec.shape[1:]), spec.dtype), divide)
@@ -64,12 +92,16 @@ def infer_command(
     write_json(json, {**figures, "output": result.tolist()})
 
 
-def _open(node: str | None, bundle: Path | None, mode: str) -> AbstractContextManager[RemoteModel]:
-    from heinfer.client import connect, local
+def _connect(node: str, towards_node: Security, token: str | None) -> RemoteModel:
+    from heinfer.client.remote import RemoteModel
 
-    if node is not None:
-        return connect(node)
-    return local(bundle or Path(), mode=mode, prepared=1)
+    return RemoteModel(node, security=towards_node, token=token)
+
+
+def _start(bundle: Path, mode: str, trusted_keys: Sequence[Path]) -> AbstractContextManager[RemoteModel]:
+    from heinfer.client import local
+
+    return local(bundle, mode=mode, prepared=1, trusted_keys=trusted_keys)
 
 
 def _ask(model: RemoteModel, x: Any) -> dict[str, Any]:

@@ -8,7 +8,19 @@ from typing import Annotated
 
 import typer
 
-from heinfer.cli import demonstrate, estimating, evaluating, inferring, partitioning, privacy, roles, studies, training
+from heinfer.cli import (
+    certificates,
+    demonstrate,
+    estimating,
+    evaluating,
+    inferring,
+    partitioning,
+    privacy,
+    roles,
+    signing,
+    studies,
+    training,
+)
 from heinfer.errors import HeinferError
 from heinfer.processes import prepare_environment
 
@@ -32,7 +44,20 @@ def options(
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-for group in (partitioning, estimating, roles, inferring, evaluating, demonstrate, training, privacy, studies):
+GROUPS = (
+    partitioning,
+    signing,
+    estimating,
+    roles,
+    certificates,
+    inferring,
+    evaluating,
+    demonstrate,
+    training,
+    privacy,
+    studies,
+)
+for group in GROUPS:
     group.register(app)
 
 

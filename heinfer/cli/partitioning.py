@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from heinfer.cli.screen import BundleArgument, JsonOption, out, size, table, write_json
+from heinfer.cli.signing import TrustedKeyOption, show_signer
 
 if TYPE_CHECKING:
     from heinfer.plan import Plan, PreparedInfo
 
 #: Smallest degree N of each level of `--security`: the modulus stays, so 4096 leaves twice the room of the table.
 DEGREES = {"standard": 2048, "long": 4096}
+#: Error bound, relative to the largest output, from which on `partition` suggests a precision.
+COARSE_BOUND = 1e-2
 
 
 def register(app: typer.Typer) -> None:
@@ -51,21 +56,38 @@ def partition_command(
         list[str] | None,
         typer.Option("--on-server", metavar="NAME", help="Run an operator without weights under encryption, likewise."),
     ] = None,
+    precision: Annotated[
+        float | None,
+        typer.Option(
+            "--precision",
+            metavar="BOUND",
+            help="Largest error bound of a block for inputs of magnitude 1, such as 1e-5: weights get more digits.",
+        ),
+    ] = None,
     rotate: Annotated[
         Path | None,
         typer.Option(
             "--rotate", metavar="BUNDLE", help="Renew a bundle's seed and hints instead; do so every 30 days."
         ),
     ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option("--key", metavar="SIGNING.pem", help="For --rotate of a signed bundle: sign what is renewed."),
+    ] = None,
+    trusted_key: TrustedKeyOption = None,
     json: JsonOption = None,
 ) -> None:
     """Split a model into blocks for the server and steps for the node."""
     if rotate is not None:
         if model is not None or output is not None:
             raise typer.BadParameter("--rotate takes a bundle and no model")
-        return _rotate(rotate)
+        return _rotate(rotate, key, trusted_key or ())
+    if key is not None or trusted_key:
+        raise typer.BadParameter("--key and --trusted-key go with --rotate; sign a new bundle with `heinfer sign`")
     if model is None or output is None:
         raise typer.BadParameter("expected MODEL and -o BUNDLE, or --rotate BUNDLE")
+    if precision is not None and not 0 < precision < inf:
+        raise typer.BadParameter(f"--precision: expected a finite error bound above 0, such as 1e-5, found {precision}")
     from heinfer.ring import RingParameters
     from partitioner import partition
 
@@ -79,8 +101,10 @@ def partition_command(
         dimensions=dict(map(_dimension, dimensions or [])),
         on_node=on_node or (),
         on_server=on_server or (),
+        precision=precision,
     )
     show_steps(result.plan)
+    _show_precision(result.plan, asked=precision is not None)
     out.print(
         f"\nIn the clear, the parts give what the model gives: largest relative difference {result.difference:.1e}"
     )
@@ -96,23 +120,27 @@ def _dimension(option: str) -> tuple[str, int]:
     return name, int(size)
 
 
-def _rotate(bundle: Path) -> None:
+def _rotate(bundle: Path, key: Path | None, trusted_keys: Sequence[Path]) -> None:
+    from heinfer.plan.signing import read_trusted_keys
     from partitioner import rotate
+    from partitioner.signing import read_signing_key
 
-    rotate(bundle)
+    rotate(bundle, key=None if key is None else read_signing_key(key), trusted=read_trusted_keys(trusted_keys))
     out.print(f"Renewed seed and hints in {bundle / 'node'}: start the node again with them; the server stays as it is")
 
 
-def inspect_command(bundle: BundleArgument, json: JsonOption = None) -> None:
+def inspect_command(bundle: BundleArgument, trusted_key: TrustedKeyOption = None, json: JsonOption = None) -> None:
     """Show steps, parameters, security level, bytes, rounds and error bounds of a bundle."""
     from heinfer.plan import load_node, load_server, read_bundle_plan
+    from heinfer.plan.signing import read_trusted_keys
 
-    plan = read_bundle_plan(bundle)
+    plan = read_bundle_plan(bundle, read_trusted_keys(trusted_key or ()))
     parties = {"server": load_server, "node": load_node}
     for name, load in parties.items():
         if (bundle / name).exists():
             load(bundle / name)
     figures = describe(plan)
+    show_signer(bundle, figures)
     show_card_line(bundle, figures)
     show_steps(plan)
     _show_reasons(plan)
@@ -127,9 +155,11 @@ def inspect_command(bundle: BundleArgument, json: JsonOption = None) -> None:
             f"Standard mode, bytes for {samples} sample(s): {size(forecast['up'])} up, {size(forecast['down'])} down"
         )
     _show_prepared(figures)
-    bounds = table("block", "error bound", "operators", title="\nError bounds for inputs of magnitude 1", right=(0, 1))
+    title = "\nError bounds for inputs of magnitude 1"
+    bounds = table("block", "error bound", "digits of weights", "operators", title=title, right=(0, 1, 2))
     for index, block in enumerate(figures["blocks"]):
-        bounds.add_row(str(index), f"{block['unit_bound']:.1e}", ", ".join(block["operators"]))
+        digits = f"{block['digits']} of {block['digit_bits']} bits"
+        bounds.add_row(str(index), f"{block['unit_bound']:.1e}", digits, ", ".join(block["operators"]))
     out.print(bounds)
     write_json(json, figures)
 
@@ -160,7 +190,7 @@ def _show_prepared(figures: dict[str, Any]) -> None:
     for index, block in enumerate(figures["blocks"]):
         form = block["prepared"]
         hints.add_row(
-            str(index), ", ".join(dict.fromkeys(form["hints"])), str(form["degree"]), str(form["ciphertexts"]),
+            str(index), _hint_text(form), str(form["degree"]), str(form["ciphertexts"]),
             str(form["values_up"]), str(form["values_down"]), size(form["hint_bytes"]),
         )  # fmt: skip
     out.print(hints)
@@ -182,6 +212,19 @@ def show_steps(plan: Plan) -> None:
             rows = (str(block.input_rows), str(block.output_rows))
             steps.add_row("server", str(index), ", ".join(block.operators), *rows)
     out.print(steps)
+
+
+def _show_precision(plan: Plan, *, asked: bool) -> None:
+    """Print which blocks have more than one digit; where nobody asked for a precision, which ones may need it."""
+    several = [f"{i} ({b.digits} of {b.digit_bits} bits)" for i, b in enumerate(plan.blocks) if b.digits > 1]
+    if several:
+        out.print(f"\nMore than one digit of weights, and as many times the answer: block {', '.join(several)}")
+    coarse = [f"{i} ({b.relative_bound:.0%})" for i, b in enumerate(plan.blocks) if b.relative_bound > COARSE_BOUND]
+    if coarse and not asked:
+        out.print(
+            "\nError bounds above 1 % of a row's largest output, which --precision would lower: block "
+            f"{', '.join(coarse)}"
+        )
 
 
 def _show_reasons(plan: Plan) -> None:
@@ -224,11 +267,20 @@ def describe(plan: Plan) -> dict[str, Any]:
                 "multiply_adds": b.program.multiply_adds(),
                 "row_sum": b.row_sum,
                 "unit_bound": b.unit_bound,
+                "relative_bound": b.relative_bound,
+                "digits": b.digits,
+                "digit_bits": b.digit_bits,
                 "prepared": None if b.prepared is None else _form_figures(b.prepared),
             }
             for b in plan.blocks
         ],
     }
+
+
+def _hint_text(form: dict[str, Any]) -> str:
+    """Say what kinds of hints a block has, and why where its cut is not the plainest."""
+    kinds = ", ".join(dict.fromkeys(form["hints"]))
+    return kinds + (" (few positions)" if form["dense"] else "") + (" (in bands)" if form["joined"] else "")
 
 
 def _form_figures(form: PreparedInfo) -> dict[str, Any]:

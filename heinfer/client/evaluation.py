@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from numpy.typing import NDArray
 from heinfer.client.comparison import compare_outputs, report_block
 from heinfer.client.data import fit
 from heinfer.client.environment import machine_name, versions
+from heinfer.client.journal import FinishedChunk, Journal, Task, open_journal, sample_hash
 from heinfer.client.local import LocalModel, local, peak_memory_bytes
+from heinfer.client.remote import RemoteModel
 from heinfer.client.report import BlockCosts, Costs, Report
 from heinfer.errors import InputError
 from heinfer.plan import (
@@ -38,6 +41,7 @@ from heinfer.plan import (
 )
 from heinfer.plan.execution import open_original
 from heinfer.plan.forecast import prepared_bytes
+from heinfer.plan.signing import read_trusted_keys
 from heinfer.processes import core_count
 from trusted_node.modes import ModeChoice
 from trusted_node.simulation import Simulator, estimate_error
@@ -61,6 +65,10 @@ def evaluate(
     reference: Reference | None = None,
     mode: str = "auto",
     simulate: bool = False,
+    trusted_keys: Sequence[str | Path] = (),
+    through: RemoteModel | None = None,
+    journal: str | Path | None = None,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Evaluate a bundle.
@@ -72,15 +80,24 @@ def evaluate(
         reference: the original model; read from the bundle where None.
         mode: "auto", "standard" or "prepared".
         simulate: encrypt nothing: run the same integer arithmetic with sampled noise in this process.
+        trusted_keys: files of public keys, one of which must have signed the bundle; none: no signature is asked for.
+        through: a node of this bundle that runs already, with --allow-trace; its mode is its own. None: server and node
+            are started for the evaluation.
+        journal: a file for finished chunks of samples, which a run that was cut off need not evaluate again.
+        resume: go on with what the journal holds; without, one that holds chunks is refused.
         progress: called with (phase, done, total) as work advances.
 
     Raises:
-        PlanError: the bundle is incomplete, or has no reference.
-        InputError: the data don't fit, or what is simulated makes a value that is not finite.
+        PlanError: the bundle is incomplete, has no reference, or is not signed by anybody trusted.
+        InputError: the data don't fit, what is simulated makes a value that is not finite, the journal is not this
+            evaluation's, or the node is not this bundle's.
         QueryFailedError: node or server failed.
+        OSError: the journal can't be written.
     """
+    if simulate and (through is not None or journal is not None):
+        raise InputError("a simulation has neither a node nor a journal")
     folder = Path(bundle)
-    plan = read_bundle_plan(folder)
+    plan = read_bundle_plan(folder, read_trusted_keys([Path(path) for path in trusted_keys]))
     reference = reference or load_reference(folder, plan)
     if len(plan.inputs) != 1:
         raise InputError(f"evaluation takes models with one input, this one has {len(plan.inputs)}")
@@ -99,7 +116,15 @@ def evaluate(
     if simulate:
         run = _run_simulated(node, server, x, ModeChoice(mode), tell)
     else:
-        run = _run_encrypted(folder, plan, x, mode, tell)
+        if through is not None and through.description.plan_hash != node.plan_hash:
+            raise InputError(f"the node at {through.address} serves another bundle than {folder}")
+        with ExitStack() as stack:
+            task = Task(node.plan_hash.hex(), sample_hash(x), len(x), mode, plan.ring.degree)
+            kept = None if journal is None else stack.enter_context(open_journal(Path(journal), task, resume))
+            model = through or stack.enter_context(
+                local(folder, allow_trace=True, mode=mode, trusted_keys=trusted_keys)
+            )
+            run = _run_encrypted(model, plan, x, kept, tell)
     return Report(
         model=plan.model.name,
         mode=run.mode,
@@ -143,10 +168,12 @@ def _run_simulated(node: NodeBundle, server: ServerBundle, x: NDArray[Any], choi
     return _Run(outputs, statistics.mode, statistics.error_bound, None, [None] * len(plan.blocks), result.trace)
 
 
-def _run_encrypted(folder: Path, plan: Plan, x: NDArray[Any], mode: str, tell: Progress) -> _Run:
-    with local(folder, allow_trace=True, mode=mode) as model:
-        queries = _run_queries(model, plan, x, tell)
-        latency = _measure_latency(model, x[:1], tell)
+def _run_encrypted(model: RemoteModel, plan: Plan, x: NDArray[Any], journal: Journal | None, tell: Progress) -> _Run:
+    queries = _run_queries(model, plan, x, journal, tell)
+    latency = _measure_latency(model, x[:1], tell)
+    memory: dict[str, int | None] = {"server": None, "node": None}
+    start_s = 0.0
+    if isinstance(model, LocalModel):
         server_role, node_role = model.roles
         memory = {"server": server_role.peak_memory_bytes(), "node": node_role.peak_memory_bytes()}
         start_s = model.start_s
@@ -186,41 +213,56 @@ class _Queries:
     trace: dict[str, NDArray[Any]]
 
 
-def _run_queries(model: LocalModel, plan: Plan, x: NDArray[Any], tell: Progress) -> _Queries:
-    """Send all samples, N at a time, several queries in flight; the first query also traces its leading samples."""
-    degree = plan.ring.degree
+def _run_queries(model: RemoteModel, plan: Plan, x: NDArray[Any], journal: Journal | None, tell: Progress) -> _Queries:
+    """Send all samples, N at a time, several queries in flight; the first query also traces its leading samples.
+
+    Chunks that the journal holds are not sent, and every other one is in the journal before it counts.
+    """
+    degree, name = plan.ring.degree, plan.outputs[0].name
     starts = range(0, len(x), degree)
-    parts: dict[int, NDArray[Any]] = {}
-    trace: dict[str, NDArray[Any]] = {}
-    totals: list[dict[str, Any]] = [{} for _ in plan.blocks]
-    bound = node_s = 0.0
-    done = 0
-    tell("encrypted", 0, len(x))
+    finished = dict(journal.chunks) if journal is not None else {}
+    earlier_s = max((chunk.elapsed_s for chunk in finished.values()), default=0.0)
+    done = sum(len(chunk.outputs) for chunk in finished.values())
+    tell("encrypted", done, len(x))
     started = time.perf_counter()
     with ThreadPoolExecutor(QUERIES_IN_FLIGHT) as pool:
         futures = {
             pool.submit(model.query, x[s : s + degree], statistics=True, trace_samples=0 if s else TRACED_SAMPLES): s
             for s in starts
+            if s not in finished
         }
         try:
             for future in as_completed(futures):
-                answer = future.result()
-                start = futures[future]
-                trace.update(answer.trace)
-                parts[start] = answer.outputs[plan.outputs[0].name]
-                statistics = answer.statistics
-                bound, node_s = max(bound, statistics["error_bound"]), node_s + statistics["node_s"]
-                for total, costs in zip(totals, statistics["blocks"], strict=True):
-                    for name, amount in costs.items():
-                        total[name] = total.get(name, 0) + amount
-                done += len(parts[start])
+                answer, start = future.result(), futures[future]
+                elapsed_s = earlier_s + time.perf_counter() - started
+                chunk = FinishedChunk(start, answer.outputs[name], answer.statistics, answer.trace, elapsed_s)
+                if journal is not None:
+                    journal.append(chunk)
+                finished[start] = chunk
+                done += len(chunk.outputs)
                 tell("encrypted", done, len(x))
         finally:
             for future in futures:
                 future.cancel()
-    seconds = time.perf_counter() - started
-    outputs = np.concatenate([parts[s] for s in starts])
-    return _Queries(outputs, statistics["mode"], seconds, bound, node_s, totals, trace)
+    return _sum_up([finished[s] for s in starts], len(plan.blocks))
+
+
+def _sum_up(chunks: list[FinishedChunk], blocks: int) -> _Queries:
+    """Join chunks, in the order of their samples, and add up what they cost."""
+    totals: list[dict[str, Any]] = [{} for _ in range(blocks)]
+    for chunk in chunks:
+        for total, costs in zip(totals, chunk.statistics["blocks"], strict=True):
+            for name, amount in costs.items():
+                total[name] = total.get(name, 0) + amount
+    return _Queries(
+        outputs=np.concatenate([chunk.outputs for chunk in chunks]),
+        mode=chunks[0].statistics["mode"],
+        seconds=max(chunk.elapsed_s for chunk in chunks),
+        error_bound=max(chunk.statistics["error_bound"] for chunk in chunks),
+        node_s=sum(chunk.statistics["node_s"] for chunk in chunks),
+        blocks=totals,
+        trace=chunks[0].trace,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +272,7 @@ class _Latency:
     preparation_s: float | None
 
 
-def _measure_latency(model: LocalModel, x: NDArray[Any], tell: Progress) -> _Latency:
+def _measure_latency(model: RemoteModel, x: NDArray[Any], tell: Progress) -> _Latency:
     """Return the median of single queries; in prepared mode the pool has time to fill between them."""
     statistics = model.query(x, statistics=True).statistics
     mode, preparation_s = statistics["mode"], statistics["background_s"]

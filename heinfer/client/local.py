@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -20,6 +20,7 @@ from typing import IO
 from heinfer.client.remote import RemoteModel
 from heinfer.errors import RemoteProtocolError
 from heinfer.plan import read_bundle_plan
+from heinfer.plan.signing import read_trusted_keys
 from heinfer.processes import child_environment
 
 START_S = 300.0
@@ -107,7 +108,12 @@ class LocalModel(RemoteModel):
 
 @contextmanager
 def local(
-    bundle: str | Path, *, allow_trace: bool = False, mode: str = "auto", prepared: int | None = None
+    bundle: str | Path,
+    *,
+    allow_trace: bool = False,
+    mode: str = "auto",
+    prepared: int | None = None,
+    trusted_keys: Sequence[str | Path] = (),
 ) -> Iterator[LocalModel]:
     """Start an untrusted server and a trusted node on this machine, and connect to the node.
 
@@ -116,19 +122,22 @@ def local(
         allow_trace: let the node return values inside the model.
         mode: "auto", "standard" or "prepared".
         prepared: queries that the node keeps prepared; None: 16, or as many as 2 GiB hold.
+        trusted_keys: files of public keys, one of which must have signed the bundle; none: no signature is asked for.
 
     Raises:
-        PlanError: the bundle is incomplete.
+        PlanError: the bundle is incomplete, or not signed by anybody trusted.
         RemoteProtocolError: a process did not start.
     """
     folder = Path(bundle)
-    read_bundle_plan(folder)
+    paths = [Path(path) for path in trusted_keys]
+    read_bundle_plan(folder, read_trusted_keys(paths))
+    trusted = [word for path in paths for word in ("--trusted-key", str(path))]
     started = time.perf_counter()
-    server = Role("server", ["serve", str(folder / "server")])
+    server = Role("server", ["serve", str(folder / "server"), *trusted])
     node: Role | None = None
     try:
         address = server.wait_ready()
-        options = ["--mode", mode, *(["--allow-trace"] if allow_trace else [])]
+        options = [*trusted, "--mode", mode, *(["--allow-trace"] if allow_trace else [])]
         if prepared is not None:
             options += ["--prepared", str(prepared)]
         node = Role("node", ["node", str(folder / "node"), "--server", address, *options])

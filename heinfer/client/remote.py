@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -17,9 +18,12 @@ from heinfer.wire import (
     Address,
     Description,
     Limits,
+    PlainText,
     QueryClient,
     QueryFailedError,
     QueryHeader,
+    Security,
+    Tls,
     describe_tensors,
     iterate_tensor_chunks,
     parse_address,
@@ -43,10 +47,16 @@ class RemoteModel:
         description: inputs, outputs and limits, as the node states them.
     """
 
-    def __init__(self, address: Address | str, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        address: Address | str,
+        limits: Limits | None = None,
+        security: Security = PlainText.ON_LOOPBACK,
+        token: str | None = None,
+    ) -> None:
         self._limits = limits or Limits()
         self.address = parse_address(address) if isinstance(address, str) else address
-        self._client = QueryClient(self.address, self._limits)
+        self._client = QueryClient(self.address, self._limits, security, token)
         self._ids = itertools.count(1)
         try:
             self.description: Description = self._describe()
@@ -146,14 +156,29 @@ class RemoteModel:
         return inputs
 
 
-def connect(address: Address | str) -> RemoteModel:
+def connect(
+    address: Address | str,
+    *,
+    tls: str | Path | Tls | None = None,
+    token: str | None = None,
+    insecure_plain_text: bool = False,
+) -> RemoteModel:
     """Connect to a node.
 
     Args:
-        address: "host:port".
+        address: "host:port"; under TLS the node's certificate must name this host.
+        tls: our certificate and whom we believe: a folder with ca.pem, cert.pem and key.pem, or single files
+            (`heinfer.wire.Tls.load`). None: plain text, on this machine only.
+        token: says who we are, for a node that wants one.
+        insecure_plain_text: send queries unencrypted to other machines too, over a network that encrypts by itself.
 
     Raises:
-        RemoteProtocolError: nobody answers there.
-        TransportError: the address is not a loopback address.
+        RemoteProtocolError: nobody answers there, or the node refuses us.
+        TransportError: the node's certificate or our own files are refused, or plain text would leave this machine.
     """
-    return RemoteModel(address)
+    security: Security = PlainText.ANYWHERE if insecure_plain_text else PlainText.ON_LOOPBACK
+    if tls is not None:
+        if insecure_plain_text:
+            raise InputError("either tls or insecure_plain_text, not both")
+        security = tls if isinstance(tls, Tls) else Tls.from_folder(tls)
+    return RemoteModel(address, security=security, token=token)

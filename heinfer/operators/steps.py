@@ -16,6 +16,8 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 Shape = tuple[Annotated[int, Field(ge=0)], ...]
+#: Elements of a value of one sample. An upload of so many would take 400 MB, and a table of their indices as much.
+LARGEST_VALUE = 1 << 26
 #: Largest extent of a window that makes sense; keeps the kernels' indices within 64 bits.
 LARGEST_EXTENT = 1 << 20
 _Length = Annotated[int, Field(ge=1, le=LARGEST_EXTENT)]

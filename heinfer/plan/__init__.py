@@ -8,8 +8,9 @@ from heinfer.plan.bundle import (
     load_node,
     load_reference,
     load_server,
+    read_bundle_plan,
 )
-from heinfer.plan.files import read_bundle_plan, read_plan
+from heinfer.plan.files import read_plan
 from heinfer.plan.hints import BlockHints, NodeHints, batch_polynomials, block_ring, public_polynomials
 from heinfer.plan.schema import (
     Block,

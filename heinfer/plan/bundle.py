@@ -3,8 +3,9 @@
     bundle/plan.json     the plan
     bundle/server/       plan.json, weights.safetensors: integer weights and index maps
     bundle/node/         plan.json, scales.safetensors (biases, output scales, row norms), node_<i>.onnx,
-                         hints.safetensors (`heinfer.plan.hints`)
+                         hints.safetensors (`heinfer.plan.hints`), checks.safetensors (`heinfer.plan.checks`)
     bundle/reference/    model.onnx as it came, blocks.json and blocks.safetensors: every block with its real weights
+    bundle.sig           in bundle/, server/ and node/ of a bundle that is signed (`heinfer.plan.signing`)
 
 Each party is given its own folder only. `reference/` is for `evaluate` and belongs to neither.
 """
@@ -23,9 +24,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from heinfer.errors import PlanError
 from heinfer.operators import PreparedForm, Program, evaluate_plain
-from heinfer.plan.files import check_folder, read_arrays, read_plan
+from heinfer.plan.checks import NodeChecks, read_checks
+from heinfer.plan.files import PLAN_FILE, check_folder, read_arrays, read_plan
 from heinfer.plan.hints import NodeHints, derive_form, read_hints
 from heinfer.plan.schema import NodeStep, Plan
+from heinfer.plan.signing import Part, TrustedKeys, check_signature
 from heinfer.ring import RowNorms
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -34,7 +37,7 @@ MODEL_FILE = "model.onnx"
 BLOCKS_FILE = "blocks.json"
 BLOCK_ARRAYS_FILE = "blocks.safetensors"
 PROGRAMS: TypeAdapter[tuple[Program, ...]] = TypeAdapter(tuple[Program, ...])
-_NORMS = ("scale", "l1", "l2", "paths", "multiplicity")
+_NORMS = ("scale", "l1", "l2", "rounding", "input_rounding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,10 @@ class ServerBundle:
 
 @dataclass(frozen=True, slots=True)
 class OutputTerms:
-    """What the node knows of one output of a block.
+    """What the node knows of one digit of one output of a block: one output of its program.
 
     Attributes:
-        bias: block(0), broadcasts to the output's shape, float64.
+        bias: block(0), broadcasts to the output's shape, float64; 0 for all digits but the first.
         norms: output scale and row norms.
     """
 
@@ -62,9 +65,9 @@ class OutputTerms:
 
 @dataclass(frozen=True, slots=True)
 class NodeBundle:
-    """What the trusted node loads; `terms[block][output]`, `submodels[file]` as serialised ONNX.
+    """What the trusted node loads; `terms[block][output of its program]`, `submodels[file]` as serialised ONNX.
 
-    `hints` is None for a plan without prepared mode.
+    `hints` is None for a plan without prepared mode, `checks` only where no server is asked (simulation).
     """
 
     plan: Plan
@@ -72,6 +75,7 @@ class NodeBundle:
     terms: tuple[tuple[OutputTerms, ...], ...]
     submodels: Mapping[str, bytes]
     hints: NodeHints | None
+    checks: NodeChecks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +91,40 @@ class Reference:
         return evaluate_plain(self.programs[block], self.arrays, inputs)
 
 
-def load_server(folder: Path) -> ServerBundle:
-    """Load the server's folder.
+def read_bundle_plan(bundle: Path, trusted: TrustedKeys | None = None) -> Plan:
+    """Read the plan of a bundle and check that both parties' copies are the same.
+
+    Args:
+        bundle: the bundle's folder; server/ and node/ may be elsewhere.
+        trusted: keys, one of which must have signed each folder that is there; None: no signature is asked for.
 
     Raises:
-        PlanError: incomplete, edited, or inconsistent.
+        PlanError: as `read_plan`, a copy differs, or a folder is not signed by anybody trusted.
+        ParameterError: as `read_plan`.
+    """
+    parts = [part for part in Part if part is Part.BUNDLE or part.folder(bundle).is_dir()]
+    for part in parts:
+        check_signature(part.folder(bundle), part, trusted)
+    plan, plan_hash = read_plan(bundle)
+    for part in parts:
+        path = part.folder(bundle)
+        if read_plan(path)[1] != plan_hash:
+            raise PlanError(f"{path / PLAN_FILE} differs from {bundle / PLAN_FILE}: partition the model again")
+    return plan
+
+
+def load_server(folder: Path, trusted: TrustedKeys | None = None) -> ServerBundle:
+    """Load the server's folder.
+
+    Args:
+        folder: server/ of a bundle.
+        trusted: keys, one of which must have signed it; None: no signature is asked for.
+
+    Raises:
+        PlanError: incomplete, edited, inconsistent, or not signed by anybody trusted.
         ParameterError: parameters outside the security table.
     """
+    check_signature(folder, Part.SERVER, trusted)
     plan, plan_hash = read_plan(folder)
     check_folder(folder, plan.digests.server)
     arrays = read_arrays(folder / WEIGHTS_FILE)
@@ -103,18 +134,14 @@ def load_server(folder: Path) -> ServerBundle:
     return ServerBundle(plan, plan_hash, arrays, forms)
 
 
-def load_node(folder: Path) -> NodeBundle:
-    """Load the node's folder.
-
-    Raises:
-        PlanError: incomplete, edited, or inconsistent.
-        ParameterError: parameters outside the security table.
-    """
+def load_node(folder: Path, trusted: TrustedKeys | None = None) -> NodeBundle:
+    """Load the node's folder. Arguments and exceptions are those of `load_server`."""
+    check_signature(folder, Part.NODE, trusted)
     plan, plan_hash = read_plan(folder)
     check_folder(folder, plan.digests.node)
     arrays = read_arrays(folder / SCALES_FILE)
     terms = tuple(
-        tuple(_read_terms(arrays, index, position, spec.shape) for position, spec in enumerate(block.outputs))
+        tuple(_read_terms(arrays, index, position, s) for position, s in enumerate(block.program.output_shapes))
         for index, block in enumerate(plan.blocks)
     )
     submodels = {}
@@ -125,7 +152,7 @@ def load_node(folder: Path) -> NodeBundle:
                 raise PlanError(f"{path} is missing; copy the folder again or partition again")
             submodels[step.model] = path.read_bytes()
     hints = read_hints(folder, plan, plan_hash) if plan.has_prepared_mode else None
-    return NodeBundle(plan, plan_hash, terms, submodels, hints)
+    return NodeBundle(plan, plan_hash, terms, submodels, hints, read_checks(folder, plan, plan_hash))
 
 
 def load_reference(bundle: Path, plan: Plan) -> Reference:
@@ -145,7 +172,8 @@ def load_reference(bundle: Path, plan: Plan) -> Reference:
     if hashlib.sha256(model).hexdigest() != plan.model.sha256:
         raise PlanError(f"{folder / MODEL_FILE} is not the model that was partitioned")
     arrays = read_arrays(folder / BLOCK_ARRAYS_FILE)
-    if [p.for_server() for p in programs] != [b.program for b in plan.blocks]:
+    own = [b.program for b in plan.blocks]
+    if len(programs) != len(own) or [p.for_server(b.digits) for p, b in zip(programs, plan.blocks, strict=True)] != own:
         raise PlanError(f"{folder / BLOCKS_FILE} does not belong to the plan")
     for program in programs:
         program.check_arrays(arrays)
@@ -153,7 +181,7 @@ def load_reference(bundle: Path, plan: Plan) -> Reference:
 
 
 def pack_terms(index: int, position: int, terms: OutputTerms) -> dict[str, NDArray[np.float64]]:
-    """Return the arrays of one output, as `load_node` finds them, with constant axes reduced to length 1."""
+    """Return the arrays of one output of a block's program, as `load_node` finds them; constant axes have length 1."""
     prefix = f"{index}.{position}."
     scale = _squeeze(terms.norms.scale)
     arrays = {prefix + "bias": _squeeze(terms.bias), prefix + "scale": scale}

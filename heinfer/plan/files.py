@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -23,7 +25,14 @@ from heinfer.plan.schema import Plan
 PLAN_FILE = "plan.json"
 #: Renewed by `heinfer partition --rotate` while the plan stays, so it has a digest of its own.
 HINTS_FILE = "hints.safetensors"
+#: Likewise.
+CHECKS_FILE = "checks.safetensors"
+#: Covers all the others (`heinfer.plan.signing`).
+SIGNATURE_FILE = "bundle.sig"
 _ADAPTER = TypeAdapter(Plan)
+_OS_ERROR = re.compile(r"os error ([0-9]+)")
+#: What a disk that is full says: no space, a quota, a limit on files.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_plan(path: Path, plan: Plan) -> None:
@@ -54,22 +63,8 @@ def read_plan(folder: Path) -> tuple[Plan, bytes]:
     return plan, hashlib.sha256(content).digest()
 
 
-def read_bundle_plan(bundle: Path) -> Plan:
-    """Read the plan of a bundle and check that both parties' copies are the same.
-
-    Raises:
-        PlanError: as `read_plan`, or a copy differs.
-        ParameterError: as `read_plan`.
-    """
-    plan, plan_hash = read_plan(bundle)
-    for folder in (bundle / "server", bundle / "node"):
-        if folder.is_dir() and read_plan(folder)[1] != plan_hash:
-            raise PlanError(f"{folder / PLAN_FILE} differs from {bundle / PLAN_FILE}: partition the model again")
-    return plan
-
-
 def folder_digest(folder: Path) -> str:
-    """Return the SHA-256 over names and contents of all files of a folder, plan.json and hints aside.
+    """Return the SHA-256 over names and contents of all files of a folder; plan, hints, checks and signature aside.
 
     Raises:
         PlanError: the folder is missing or holds something that is not a plain file.
@@ -80,7 +75,7 @@ def folder_digest(folder: Path) -> str:
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or not path.is_file():
             raise PlanError(f"{path} does not belong in a bundle: expected plain files only")
-        if path.name not in (PLAN_FILE, HINTS_FILE):
+        if path.name not in (PLAN_FILE, HINTS_FILE, CHECKS_FILE, SIGNATURE_FILE):
             total.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return total.hexdigest()
 
@@ -108,13 +103,22 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
         raise PlanError(f"{path} is missing; copy the folder again or partition again")
     try:
         return load_file(path)
-    except SafetensorError as error:
+    except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:  # types that numpy lacks
         raise PlanError(f"{path} is not a safetensors file: {error}") from error
 
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write a safetensors file."""
-    save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, path)
+    """Write a safetensors file.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    try:
+        save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, path)
+    except SafetensorError as error:  # which is what it makes of the system's errors
+        code = _OS_ERROR.search(str(error))
+        number = int(code[1]) if code is not None else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -123,15 +127,18 @@ def write_file(path: Path, content: bytes) -> None:
     Raises:
         OSError: it can't be written; an earlier file is left as it was.
     """
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)
-        return
-    work = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        work.write_bytes(content)
-        os.replace(work, path)
-    finally:
-        work.unlink(missing_ok=True)
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
+        work = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            work.write_bytes(content)
+            os.replace(work, path)
+        finally:
+            work.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # a full disk names no file
 
 
 @contextmanager
@@ -141,7 +148,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     An existing bundle (a folder with a plan.json) or an empty folder is replaced; anything else is refused.
 
     Raises:
-        PlanError: `target` exists and is something else, or its parent can't be written.
+        PlanError: `target` exists and is something else, its parent can't be written, or the disk is full.
     """
     if target.exists() and not (target.is_dir() and ((target / PLAN_FILE).is_file() or not any(target.iterdir()))):
         raise PlanError(f"{target} exists and is no bundle: choose another folder for -o, or remove it first")
@@ -160,6 +167,10 @@ def atomic_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             os.replace(work, target)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise PlanError(f"can't write {target}: {error.strerror}; what was there is left as it was") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -8,17 +8,19 @@ Tensors are known by name; a tensor that a step makes is never made again. Shape
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from heinfer.errors import PlanError
-from heinfer.operators import HintKind, PreparedForm, Program
+from heinfer.operators import HintKind, Outline, PreparedForm, Program
 from heinfer.operators.steps import CONFIG, Shape
-from heinfer.ring import RingParameters
+from heinfer.ring import WEIGHT_BITS, RingParameters
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+#: More digits of weights than any bound can use.
+MAX_DIGITS: Final = 8
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=128)]
 
 
@@ -91,29 +93,46 @@ PlanStep = Annotated[NodeStep | RoundStep, Field(discriminator="kind")]
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
 class PreparedInfo:
-    """What prepared mode makes of a block; the cut itself follows from the program (`heinfer.operators.cutting`).
+    """What prepared mode makes of a block; the cut itself follows (`heinfer.operators.cutting`).
+
+    From program, degree and choice of dense hints node and server repeat it; the rest says what they must find.
 
     Attributes:
         degree: N of its ciphertexts.
-        hints: kind of the hint of every weighted step.
+        dense: steps of the program that have dense hints by choice.
+        hints: kind of every hint: one a weighted step of the cut, where bands of rows are steps of their own.
+        rows: polynomials, dense rows or weights of every hint.
         ciphertexts: polynomials a.
         values_up: residues of one sample's upload, padding included.
         values_down: residues of one sample's answer.
+        joined: residues that are put together from bands of rows, or parts of the tokens.
         hint_bytes: what its hints take in node/.
     """
 
     degree: Annotated[int, Field(ge=1)]
+    dense: tuple[int, ...]
     hints: tuple[HintKind, ...]
+    rows: tuple[int, ...]
     ciphertexts: Annotated[int, Field(ge=0)]
     values_up: Annotated[int, Field(ge=1)]
     values_down: Annotated[int, Field(ge=1)]
+    joined: Annotated[int, Field(ge=0)]
     hint_bytes: Annotated[int, Field(ge=0)]
 
     @classmethod
-    def of(cls, form: PreparedForm) -> PreparedInfo:
+    def of(cls, form: PreparedForm | Outline) -> PreparedInfo:
         """Describe a cut."""
-        kinds = tuple(hint.kind for hint in form.hints)
-        return cls(form.degree, kinds, form.ciphertexts, form.values_up, form.values_down, form.hint_bytes)
+        return cls(
+            degree=form.degree,
+            dense=form.dense,
+            hints=tuple(hint.kind for hint in form.hints),
+            rows=tuple(hint.rows for hint in form.hints),
+            ciphertexts=form.ciphertexts,
+            values_up=form.values_up,
+            values_down=form.values_down,
+            joined=form.joined,
+            hint_bytes=form.hint_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
@@ -122,14 +141,18 @@ class Block:
 
     Attributes:
         inputs: tensors that are uploaded, under one secret key and one scale a sample.
-        outputs: tensors that come back.
-        program: the linear part; array names refer to server/weights.safetensors.
-        row_sum: L, the largest sum of |W_int| over a row.
+        outputs: tensors that come back, each as the sum of its digits.
+        program: the linear part, digit by digit; array names refer to server/weights.safetensors. Its outputs are
+            output 0 of digit 0, output 0 of digit 1, ..., output 1 of digit 0, ...
+        row_sum: L, the largest sum of |W_int| over a row of any digit.
         final: whether an output reaches the result without another block; such outputs are rounded.
         operators: what it holds, "name (type)" each, for people.
         unit_bound: error bound for inputs of magnitude at most 1.
         prepared: how it runs in prepared mode; None where it can't.
         reasons: why each operator is here, for people.
+        digits: how many the weights have (`heinfer.ring.scales`).
+        digit_bits: of each.
+        relative_bound: error bound relative to the largest output for inputs of magnitude 1, of the worst row.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -141,6 +164,9 @@ class Block:
     unit_bound: Annotated[float, Field(ge=0)]
     prepared: PreparedInfo | None
     reasons: tuple[str, ...] = ()
+    digits: Annotated[int, Field(ge=1, le=MAX_DIGITS)] = 1
+    digit_bits: Annotated[int, Field(ge=1, le=WEIGHT_BITS)] = WEIGHT_BITS
+    relative_bound: Annotated[float, Field(ge=0)] = 0.0
 
     def __post_init__(self) -> None:
         """Check that tensors and program agree.
@@ -150,8 +176,8 @@ class Block:
         """
         if tuple(t.shape for t in self.inputs) != self.program.inputs:
             raise PlanError("a block's inputs and its program's differ in shape")
-        if tuple(t.shape for t in self.outputs) != self.program.output_shapes:
-            raise PlanError("a block's outputs and its program's differ in shape")
+        if tuple(t.shape for t in self.outputs for _ in range(self.digits)) != self.program.output_shapes:
+            raise PlanError(f"a block's outputs, in {self.digits} digits each, and its program's differ in shape")
 
     @property
     def input_rows(self) -> int:
@@ -160,8 +186,8 @@ class Block:
 
     @property
     def output_rows(self) -> int:
-        """Ciphertexts that come back in standard mode."""
-        return sum(_size(t) for t in self.outputs)
+        """Ciphertexts that come back in standard mode: one a value and digit."""
+        return self.digits * sum(_size(t) for t in self.outputs)
 
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
@@ -183,7 +209,7 @@ class Plan:
     steps: tuple[PlanStep, ...]
     blocks: tuple[Block, ...]
     digests: Digests
-    format_version: Literal[3] = 3
+    format_version: Literal[4] = 4
 
     def __post_init__(self) -> None:
         """Check that every tensor is made before it is read, once, and every block runs once.

@@ -2,6 +2,9 @@
 
     request --> waiting, by block --> (a slot is free) --> one evaluation of all that wait for the block --> answers
 
+A slot that gets free goes to the request that has waited longest, which takes the others for its block along; a request
+that was taken along is done when it is answered, and needs no slot.
+
 Merging happens only where requests wait anyway, so it costs a single query nothing. Uploads share a product, never a
 ciphertext: each keeps its own rows.
 """
@@ -24,8 +27,9 @@ MOST_RESIDUES: Final = 1 << 25
 @dataclass(eq=False, slots=True)
 class _Waiting:
     residues: Residues
-    taken: bool = False
-    done: threading.Event = field(default_factory=threading.Event)
+    number: int
+    ready: threading.Event = field(default_factory=threading.Event)  # it is answered, or has a slot
+    has_slot: bool = False
     result: Residues | None = None
     error: BaseException | None = None
 
@@ -40,9 +44,10 @@ class Merger:
 
     def __init__(self, run: Callable[[int, Residues], Residues], slots: int) -> None:
         self._run = run
-        self._slots = threading.Semaphore(slots)
+        self._free = slots
         self._lock = threading.Lock()
-        self._waiting: dict[int, list[_Waiting]] = {}
+        self._waiting: dict[int, list[_Waiting]] = {}  # oldest first
+        self._requests = 0
 
     def evaluate(self, block: int, residues: Residues) -> Residues:
         """Evaluate a block, together with requests for the same block that wait at the same time.
@@ -54,32 +59,54 @@ class Merger:
         Returns:
             int64 in [0, q), shape (samples, values down).
         """
-        own = _Waiting(residues)
-        with self._lock:
-            self._waiting.setdefault(block, []).append(own)
-        with self._slots:
-            batch = self._take(block, own)
-            if batch:
-                self._evaluate(block, batch)
-        own.done.wait()  # who took it holds a slot and is working on it
+        own = self._enter(block, residues)
+        if not own.has_slot:
+            own.ready.wait()
+        if own.has_slot:
+            try:
+                self._evaluate(block, self._take(block, own))
+            finally:
+                self._pass_on()
         if own.error is not None:
             raise own.error
-        assert own.result is not None  # done without an error
+        assert own.result is not None  # ready without an error
         return own.result
 
-    def _take(self, block: int, own: _Waiting) -> list[_Waiting]:
-        """Return own request and those that fit beside it, or nothing if another thread has taken it."""
+    def _enter(self, block: int, residues: Residues) -> _Waiting:
+        """Take a free slot, or a place among those that wait."""
         with self._lock:
-            if own.taken:
-                return []
-            batch, size = [own], own.residues.size
-            for other in self._waiting[block]:
-                if other is not own and size + other.residues.size <= MOST_RESIDUES:
+            self._requests += 1
+            own = _Waiting(residues, self._requests)
+            if self._free:
+                self._free -= 1
+                own.has_slot = True
+            else:
+                self._waiting.setdefault(block, []).append(own)
+            return own
+
+    def _pass_on(self) -> None:
+        """Give a slot to who has waited longest."""
+        with self._lock:
+            if not self._waiting:
+                self._free += 1
+                return
+            block, items = min(self._waiting.items(), key=lambda entry: entry[1][0].number)
+            oldest = items.pop(0)
+            if not items:
+                del self._waiting[block]
+            oldest.has_slot = True
+            oldest.ready.set()
+
+    def _take(self, block: int, own: _Waiting) -> list[_Waiting]:
+        """Return own request and those that wait for the same block and fit beside it."""
+        with self._lock:
+            batch, left, size = [own], [], own.residues.size
+            for other in self._waiting.pop(block, []):
+                if size + other.residues.size <= MOST_RESIDUES:
                     batch.append(other)
                     size += other.residues.size
-            for item in batch:
-                item.taken = True
-            left = [item for item in self._waiting.pop(block) if not item.taken]
+                else:
+                    left.append(other)
             if left:
                 self._waiting[block] = left
             return batch
@@ -97,4 +124,4 @@ class Merger:
                 item.error = error
         finally:
             for item in batch:
-                item.done.set()
+                item.ready.set()

@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from heinfer.errors import RemoteProtocolError
 from heinfer.ring import pack, packed_bytes, unpack
+from heinfer.ring.packing import GROUP_RESIDUES
 from heinfer.server.evaluation import BlockEvaluator, Upload, pack_rows
 from heinfer.server.prepared import Collector
 from heinfer.wire import (
@@ -25,9 +28,12 @@ from heinfer.wire import (
     End,
     Hello,
     Limits,
+    MemoryBudget,
     Mode,
     NodeEvent,
+    PlainText,
     Ready,
+    Security,
     ServerEvent,
     ServerSession,
     UploadComplete,
@@ -40,6 +46,9 @@ from heinfer.wire import (
 logger = logging.getLogger(__name__)
 #: Connections served at once: a node may open 76, four uploads for each of 16 small queries and three groups.
 WORKERS = 128
+#: Residues in memory for one that travels, in either direction: as unpacked, and as laid out for the product.
+_COPIES = 2
+_RESIDUE_BYTES = 8
 
 
 class OpenRequest(Protocol):
@@ -162,17 +171,27 @@ class EvaluatorService:
         evaluator: the loaded plan.
         address: where to listen.
         limits: sizes and times.
+        security: TLS with nodes, or where plain text is allowed.
+        memory: bytes for all requests together; None: half of the machine's.
 
     Raises:
-        TransportError: the port is in use.
+        TransportError: the port is in use, or this is no way to listen there.
     """
 
-    def __init__(self, evaluator: BlockEvaluator, address: Address, limits: Limits) -> None:
+    def __init__(
+        self,
+        evaluator: BlockEvaluator,
+        address: Address,
+        limits: Limits,
+        security: Security = PlainText.ON_LOOPBACK,
+        memory: int | None = None,
+    ) -> None:
+        self._memory = MemoryBudget(memory, limits.room_s)
         self._evaluator = evaluator
         self._limits = limits
         plan = evaluator.bundle.plan
         self._shapes = block_shapes(plan)
-        self._server = serve_sessions(address, self._handle, limits, WORKERS)
+        self._server = serve_sessions(address, self._handle, limits, WORKERS, security)
         self.address = self._server.address
 
     def stop(self, grace_s: float = 5.0) -> None:
@@ -181,28 +200,82 @@ class EvaluatorService:
 
     def _handle(self, events: Iterator[NodeEvent]) -> Generator[ServerEvent | End, None, None]:
         session = ServerSession(self._evaluator.bundle.plan_hash, self._shapes, self._limits)
-        requests: dict[int, OpenRequest] = {}
-        for event in events:
-            for received in session.receive(event):
-                match received:
-                    case Hello():
-                        yield session.send(Ready())
-                    case BlockRequest():
-                        make = REQUESTS[received.mode]
-                        requests[received.request_id] = make(self._evaluator, received, self._limits)
-                    case Chunk():
-                        requests[received.request_id].add(received)
-                    case UploadComplete():
-                        yield from self._answer(session, received.request, requests.pop(received.request.request_id))
-                    case _:
-                        pass
+        arriving: dict[int, _Arriving] = {}
+        try:
+            for event in events:
+                for received in session.receive(event):
+                    match received:
+                        case Hello():
+                            yield session.send(Ready())
+                        case BlockRequest():
+                            arriving[received.request_id] = self._let_in(received)
+                        case Chunk():
+                            arriving[received.request_id].add(received, self._limits)
+                        case UploadComplete(request=request):
+                            yield from self._answer(session, request, arriving[request.request_id].opened)
+                            self._memory.give(arriving.pop(request.request_id).needs)
+                        case _:
+                            pass
+        finally:
+            self._memory.give(sum(request.needs for request in arriving.values()))
         session.receive(End())
         yield session.send(End())
 
-    @staticmethod
-    def _answer(session: ServerSession, request: BlockRequest, opened: OpenRequest) -> Iterator[ServerEvent]:
+    def _let_in(self, request: BlockRequest) -> _Arriving:
+        """Wait for room in memory; meanwhile nothing is read, so TCP makes the node wait."""
+        shape, parameters = self._shapes[request.block], self._evaluator.bundle.plan.ring
+        rows = request.rows + shape.rows_down(request.mode, request.samples)
+        columns = {
+            Mode.STANDARD: request.samples + parameters.degree,
+            Mode.BATCH: request.samples,
+            Mode.PREPARED: GROUP_RESIDUES,
+        }
+        needs = _COPIES * _RESIDUE_BYTES * rows * columns[request.mode]
+        self._memory.take(needs)
+        try:
+            opened = REQUESTS[request.mode](self._evaluator, request, self._limits)
+        except BaseException:
+            self._memory.give(needs)
+            raise
+        return _Arriving(opened, needs, time.monotonic())
+
+    def _answer(self, session: ServerSession, request: BlockRequest, opened: OpenRequest) -> Iterator[ServerEvent]:
         started = time.perf_counter()
         rows, chunks = opened.evaluate()
         seconds = time.perf_counter() - started
         logger.info("block %d: %d rows in, %d out, %.1f ms", request.block, request.rows, rows, 1e3 * seconds)
-        yield from session.answer(request.request_id, rows, seconds, chunks)
+        began, sent = time.monotonic(), 0
+        for event in session.answer(request.request_id, rows, seconds, chunks):
+            yield event
+            data = event if isinstance(event, Chunk) else event.first
+            sent += 0 if data is None else len(data.data)
+            if time.monotonic() > self._limits.latest(began, sent):
+                raise RemoteProtocolError("the node reads its answer too slowly")
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """A request on its way in.
+
+    Attributes:
+        opened: takes its rows.
+        needs: memory that it holds.
+        began: when it was announced.
+        received: bytes of its rows.
+    """
+
+    opened: OpenRequest
+    needs: int
+    began: float
+    received: int = 0
+
+    def add(self, chunk: Chunk, limits: Limits) -> None:
+        """Take rows.
+
+        Raises:
+            RemoteProtocolError: they dribble.
+        """
+        self.received += len(chunk.data)
+        if time.monotonic() > limits.latest(self.began, self.received):
+            raise RemoteProtocolError(f"an upload dribbles: {self.received} bytes since it was announced")
+        self.opened.add(chunk)

@@ -5,10 +5,12 @@ from heinfer.wire.address import (
     TransportError,
     parse_address,
 )
-from heinfer.wire.connection import (
-    Connection,
-    connect,
+from heinfer.wire.budget import (
+    MemoryBudget,
+    parse_size,
 )
+from heinfer.wire.connecting import connect
+from heinfer.wire.connection import Connection
 from heinfer.wire.frames import (
     Framing,
     query_framing,
@@ -42,6 +44,7 @@ from heinfer.wire.messages import (
 from heinfer.wire.queries import (
     Describe,
     Description,
+    Greeting,
     QueryEvent,
     QueryFailedError,
     QueryFailure,
@@ -58,6 +61,12 @@ from heinfer.wire.query_service import (
     QueryHandler,
     query_failure,
     serve_queries,
+)
+from heinfer.wire.security import (
+    HandshakeError,
+    PlainText,
+    Security,
+    Tls,
 )
 from heinfer.wire.session import (
     NodeSession,
@@ -76,6 +85,7 @@ from heinfer.wire.tensors import (
     read_query,
     read_result,
 )
+from heinfer.wire.tokens import TokenFile, make_token, read_token, token_line
 from heinfer.wire.transfers import (
     GROUP_BYTES,
     BlockShape,
@@ -101,12 +111,16 @@ __all__ = [
     "FailureCode",
     "FrameServer",
     "Framing",
+    "Greeting",
+    "HandshakeError",
     "Hello",
     "Lender",
     "Limits",
+    "MemoryBudget",
     "Mode",
     "NodeEvent",
     "NodeSession",
+    "PlainText",
     "QueryClient",
     "QueryEvent",
     "QueryFailedError",
@@ -119,6 +133,7 @@ __all__ = [
     "ResultEvent",
     "ResultHeader",
     "Role",
+    "Security",
     "ServerEvent",
     "ServerSession",
     "SessionHandler",
@@ -127,6 +142,8 @@ __all__ = [
     "TensorAssembler",
     "TensorChunk",
     "TensorSpec",
+    "Tls",
+    "TokenFile",
     "TransportError",
     "UploadComplete",
     "block_shapes",
@@ -135,13 +152,17 @@ __all__ = [
     "failure_code",
     "iterate_row_chunks",
     "iterate_tensor_chunks",
+    "make_token",
     "parse_address",
+    "parse_size",
     "query_failure",
     "query_framing",
     "read_query",
     "read_result",
+    "read_token",
     "row_bytes",
     "serve_queries",
     "serve_sessions",
     "session_framing",
+    "token_line",
 ]

@@ -3,6 +3,7 @@
 The socket blocks, and the system does the waiting (SO_RCVTIMEO, SO_SNDTIMEO, MSG_WAITALL): a message is two or three
 calls, without polls between. The calls of an exchange of 115 KB up and 100 KB down take 0.08 ms on loopback, with 200
 bytes each way 0.04 ms. Buffers keep the system's sizes, which grow with the connection: larger ones made no difference.
+Under TLS an `EncryptedStream` stands between these calls and the socket.
 
 A connection is used by one thread at a time, and closed from any: that wakes who waits in it.
 """
@@ -16,14 +17,19 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from ssl import SSLCertVerificationError
 from typing import TypeVar, TypeVarTuple
 
 from heinfer.errors import RemoteProtocolError
-from heinfer.wire.address import Address, refuse_plain_text
-from heinfer.wire.frames import HEADER_BYTES, Framing, decode_header, encode_header
+from heinfer.wire.address import Address, TransportError
+from heinfer.wire.encryption import EncryptedStream, Stream
+from heinfer.wire.frames import HEADER_BYTES, DamagedError, Framing, checksum, decode_header, encode_header
+from heinfer.wire.introduction import Hurried, Receive
 from heinfer.wire.limits import Limits
+from heinfer.wire.security import HandshakeError, Tls, refusal
 
-#: Seconds for a connection to be made, and for a peer to say what it speaks, and a node what it serves.
+#: Seconds for a connection to be made, for a peer to say what it speaks, and who it is, and a node what it serves.
 CONNECT_S = 10.0
 #: Seconds that a side which has said its last word waits for the other to read it.
 LINGER_S = 2.0
@@ -32,29 +38,11 @@ _PROBES = 4
 _DISCARD_BYTES = 2**16
 _CLOSED = "the connection was closed"
 _CUT = "the peer went away in the middle of a message"
+#: How a connection under TLS begins, where only plain text is expected (RFC 8446, section 5.1: a handshake's record).
+_TLS_BEGINNING = b"\x16"
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
-
-
-def connect(address: Address, limits: Limits, framing: Framing) -> Connection:
-    """Connect to a server or a node, in plain text, and say what we speak.
-
-    Returns:
-        The connection, to be closed by the caller.
-
-    Raises:
-        TransportError: the address is not loopback.
-        RemoteProtocolError: nobody answers there.
-    """
-    refuse_plain_text(address)
-    try:
-        sock = socket.create_connection(address.endpoint, timeout=min(CONNECT_S, limits.reply_s))
-    except OSError as error:
-        raise RemoteProtocolError(f"no connection to {address}: {error.strerror or error}") from None
-    connection = Connection(sock, limits, framing)
-    connection.send_magic()
-    return connection
 
 
 class Connection:
@@ -64,12 +52,22 @@ class Connection:
         sock: connected.
         limits: times. No part of a message, header or envelope or payload, may take longer than `reply_s`.
         framing: how it begins, and the sizes of its frames.
+
+    Attributes:
+        peer: the other side's IP address, for the log.
+        unheard: what it means if the peer goes before it has said anything; None where that is nothing special.
     """
 
     def __init__(self, sock: socket.socket, limits: Limits, framing: Framing) -> None:
+        self.peer = _peer(sock)
+        self.unheard: str | None = None
         self._socket = sock
+        self._stream: Stream = sock
+        self._recv: Receive = sock.recv
+        self._encrypted: EncryptedStream | None = None
         self._framing = framing
         self._reply_s = limits.reply_s
+        self._slowest_bytes_s = limits.slowest_bytes_s
         self._in_use = threading.Lock()
         self._ending = threading.Lock()  # between shutdown and close, which never wait
         self._closed = False
@@ -77,11 +75,25 @@ class Connection:
         self._patience(limits.reply_s)
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN | select.POLLRDHUP)
+        self._wait: Callable[[int], object] = self._poll.poll  # milliseconds; whether there are news
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    def encrypt(self, tls: Tls, server: Address | None = None) -> None:
+        """Speak TLS from here on; before anything else.
+
+        Args:
+            tls: who we are and whom we believe.
+            server: whom we have connected to; None as the side that accepted.
+
+        Raises:
+            TransportError: the server's certificate is refused.
+            HandshakeError: the client's is, or the handshake failed otherwise. The peer is not told why.
+        """
+        self._use(self._shake_hands, tls, server)
 
     def send_magic(self) -> None:
         """Begin a connection, as the side that made it. Raises as `send`."""
@@ -91,9 +103,9 @@ class Connection:
         """Take the beginning of a connection, as the side that accepted it.
 
         Raises:
-            RemoteProtocolError: the peer does not speak our protocol, is gone, or says nothing.
+            RemoteProtocolError: the peer does not speak our protocol, is gone, or takes longer than `CONNECT_S`.
         """
-        self._use(self._read_magic)
+        self._use(self._hurry, self._read_magic)
 
     def send(self, envelope: bytes, payload: bytes) -> None:
         """Send a message; the payload may be any C-contiguous view of bytes and is not kept.
@@ -102,7 +114,7 @@ class Connection:
             LocalProtocolError: it is longer than the framing allows.
             RemoteProtocolError: the peer is gone, or takes nothing for `reply_s` seconds.
         """
-        header = encode_header(len(envelope), len(payload), self._framing)
+        header = encode_header(len(envelope), len(payload), self._framing, self._checksum(envelope, payload))
         self._use(self._write, header + envelope, payload)
 
     def receive(self, idle: bool = False) -> tuple[bytes, bytes] | None:
@@ -119,10 +131,22 @@ class Connection:
         """
         return self._use(self._read_message, idle)
 
+    def receive_first(self) -> tuple[bytes, bytes] | None:
+        """Wait for a stranger's first message: it has `CONNECT_S` seconds, as `heinfer.wire.introduction` counts them.
+
+        Returns and raises as `receive`.
+        """
+        return self._use(self._hurry, partial(self._read_message, idle=False))
+
     @property
     def has_news(self) -> bool:
         """Whether `receive` would not wait: something came, or the peer closed or is gone. True once closed."""
-        return self._closed or bool(self._poll.poll(0))
+        if self._encrypted is None:
+            return self._closed or bool(self._poll.poll(0))
+        try:
+            return bool(self._use(self._wait, 0))
+        except RemoteProtocolError:
+            return True
 
     def await_news(self, seconds: float) -> bool:
         """Wait for news, but no longer than that; return whether there are any.
@@ -130,7 +154,7 @@ class Connection:
         Raises:
             RemoteProtocolError: the connection was closed.
         """
-        return bool(self._use(self._poll.poll, round(1000 * seconds)))
+        return bool(self._use(self._wait, round(1000 * seconds)))
 
     def end_input(self) -> None:
         """Take nothing more from the peer than what has arrived; what we have to say can still be said."""
@@ -138,6 +162,7 @@ class Connection:
 
     def end_output(self) -> None:
         """Close our half; the peer's stays open."""
+        self._take_leave()
         self._shutdown(socket.SHUT_WR)
 
     def finish(self) -> None:
@@ -150,6 +175,7 @@ class Connection:
     def close(self) -> None:
         """Close, from any thread; whoever uses the connection gets a RemoteProtocolError."""
         self._closed = True
+        self._take_leave()
         self._shutdown(socket.SHUT_RDWR)
         self._release_socket()
 
@@ -169,7 +195,7 @@ class Connection:
                 raise RemoteProtocolError(_CLOSED) from None
             if isinstance(error, RemoteProtocolError):
                 raise
-            raise RemoteProtocolError(f"the peer is gone: {error.strerror or error}") from None
+            raise RemoteProtocolError(self.unheard or f"the peer is gone: {error.strerror or error}") from None
         finally:
             if self._closed:
                 self._release_socket()
@@ -179,6 +205,12 @@ class Connection:
         if self._in_use.acquire(blocking=False):
             with self._ending:
                 self._socket.close()
+            self._in_use.release()
+
+    def _take_leave(self) -> None:
+        """End TLS, unless a thread uses the connection, which then just ends."""
+        if self._encrypted is not None and self._in_use.acquire(blocking=False):
+            self._encrypted.take_leave()
             self._in_use.release()
 
     def _shutdown(self, how: int) -> None:
@@ -192,35 +224,51 @@ class Connection:
         value = struct.pack("@ll", *divmod(microseconds, 1_000_000))  # struct timeval
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, value)
+        if self._encrypted is not None:
+            self._encrypted.patience_s = seconds
 
     def _late(self) -> RemoteProtocolError:
         return RemoteProtocolError(f"the peer made no progress for {self._reply_s:g} s")
 
-    # An ssl.SSLSocket has neither sendmsg nor MSG_WAITALL: for TLS, `_write` would join or send twice, and `_read`
-    # leave the flag out; both already loop.
+    def _shake_hands(self, tls: Tls, server: Address | None) -> None:
+        """Agree on keys; there is little time for it, however slowly the peer speaks."""
+        seconds = min(CONNECT_S, self._reply_s)
+        start = tls.accept if server is None else partial(tls.connect, host=server.host)
+        stream = EncryptedStream(self._socket, start, seconds)
+        try:
+            stream.shake_hands()
+        except OSError as error:
+            reason = refusal(error)
+            if server is not None and isinstance(error, SSLCertVerificationError):
+                raise TransportError(f"{server} is not connected to: {reason}") from None
+            raise HandshakeError(reason) from None
+        self._stream = self._encrypted = stream
+        self._recv = stream.recv
+        self._wait = stream.poll
+        self._patience(self._reply_s)
 
     def _write(self, head: bytes | memoryview, payload: bytes | memoryview) -> None:
         missing = len(head) + len(payload)
         started = time.monotonic()
-        sent = self._socket.sendmsg((head, payload)) if payload else self._socket.send(head)
+        sent = self._stream.sendmsg((head, payload)) if payload else self._stream.send(head)
         while sent < missing:  # a signal came, or the time is over
             if time.monotonic() - started >= self._reply_s:
                 raise self._late()
             head, payload = head[sent:], memoryview(payload)[max(0, sent - len(head)) :]
             missing -= sent
-            sent = self._socket.sendmsg((head, payload))
+            sent = self._stream.sendmsg((head, payload))
 
     def _read(self, size: int) -> bytes:
         """Return that many bytes, or fewer where the peer has closed its half."""
         started = time.monotonic()
-        data = self._socket.recv(size, socket.MSG_WAITALL)
+        data = self._recv(size, socket.MSG_WAITALL)
         if len(data) == size:
             return data
         parts = [data]
         while data and (missing := size - sum(map(len, parts))):  # a signal came, the time is over, or the peer ended
             if time.monotonic() - started >= self._reply_s:
                 raise self._late()
-            data = self._socket.recv(missing, socket.MSG_WAITALL)
+            data = self._recv(missing, socket.MSG_WAITALL)
             parts.append(data)
         return b"".join(parts)
 
@@ -233,36 +281,63 @@ class Connection:
     def _read_message(self, idle: bool) -> tuple[bytes, bytes] | None:
         header = self._read_beginning(idle)
         if not header:
+            if self.unheard is not None:
+                raise RemoteProtocolError(self.unheard)
             return None
+        self.unheard = None
         if len(header) < HEADER_BYTES:
             header += self._read_whole(HEADER_BYTES - len(header))
-        envelope_bytes, payload_bytes = decode_header(header, self._framing)
+        envelope_bytes, payload_bytes, check = decode_header(header, self._framing)
         envelope = self._read_whole(envelope_bytes) if envelope_bytes else b""
-        return envelope, self._read_whole(payload_bytes) if payload_bytes else b""
+        payload = self._read_whole(payload_bytes) if payload_bytes else b""
+        if self._checksum(envelope, payload) != check:
+            raise DamagedError
+        return envelope, payload
+
+    def _checksum(self, envelope: bytes, payload: bytes | memoryview) -> int:
+        return checksum(envelope, payload) if self._encrypted is None else 0  # TLS has better ones of its own
 
     def _read_beginning(self, idle: bool) -> bytes:
         while True:
             try:
-                return self._socket.recv(HEADER_BYTES, socket.MSG_WAITALL)
+                return self._recv(HEADER_BYTES, socket.MSG_WAITALL)
             except BlockingIOError:  # not one byte came
                 if not idle:
                     raise
 
+    def _hurry(self, read: Callable[[], T]) -> T:
+        """Read what a peer says that may be anybody."""
+        patient = self._recv
+        seconds = min(CONNECT_S, self._reply_s)
+        self._recv = Hurried(patient, self._patience, seconds, self._slowest_bytes_s).receive
+        try:
+            return read()
+        finally:
+            self._recv = patient
+            self._patience(self._reply_s)
+
     def _read_magic(self) -> None:
-        self._patience(min(CONNECT_S, self._reply_s))
         magic, found = self._framing.magic, b""
         while len(found) < len(magic):
-            data = self._socket.recv(len(magic) - len(found))
+            data = self._recv(len(magic) - len(found), 0)
             found += data
+            if found.startswith(_TLS_BEGINNING):
+                raise HandshakeError("the peer does not speak this protocol, but TLS; this side has no certificates")
             if not data or not magic.startswith(found):
                 raise RemoteProtocolError("the peer does not speak this protocol")
-        self._patience(self._reply_s)
 
     def _discard(self) -> None:
         self._patience(LINGER_S)
         deadline = time.monotonic() + LINGER_S
         while time.monotonic() < deadline and self._socket.recv(_DISCARD_BYTES):
             pass
+
+
+def _peer(sock: socket.socket) -> str:
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:  # the peer is gone already
+        return "an unknown address"
 
 
 def _configure(sock: socket.socket, limits: Limits) -> None:

@@ -17,6 +17,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 ENVELOPE_BYTES = KIB
 #: protobuf stops below this, and a frame counts its parts in 32 bits.
 _FRAME_BYTES = 2**31
+_MAY_BE_ZERO = ("retry_s", "room_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,12 @@ class Limits:
         idle_s: seconds of silence on a connection after which its peer is probed.
         reply_s: seconds that a node waits for the next message of an answer, and that either side waits for the rest
             of a message that has begun, or for a peer that does not read.
+        slowest_bytes_s: bytes per second that an upload or answer as a whole must keep up with, `reply_s` to begin
+            with aside: a peer that dribbles is late at last.
+        max_idle_s: seconds after which a connection on which nothing is said is closed by the side that listens.
+        retry_s: seconds after an upload's first failure in which it is sent again, the same bytes; 0: never.
+        query_s: seconds after a query's beginning in which any of its uploads is sent again.
+        room_s: seconds that a request waits for room in its receiver's memory.
     """
 
     chunk_bytes: int = MIB
@@ -45,6 +52,11 @@ class Limits:
     max_tensors: int = 4096
     idle_s: float = 60.0
     reply_s: float = 300.0
+    slowest_bytes_s: float = 16 * KIB
+    max_idle_s: float = 900.0
+    retry_s: float = 30.0
+    query_s: float = 3600.0
+    room_s: float = 30.0
 
     def __post_init__(self) -> None:
         """Refuse limits that contradict each other.
@@ -54,9 +66,13 @@ class Limits:
         """
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (value > 0 and math.isfinite(value)):
+            if not (value > 0 and math.isfinite(value)) and not (field.name in _MAY_BE_ZERO and value == 0):
                 raise ParameterError(f"limit {field.name} must be positive and finite, got {value}")
         if max(self.chunk_bytes, self.message_bytes) >= _FRAME_BYTES:
             raise ParameterError(
                 f"chunk_bytes and message_bytes must be below 2**31, got {self.chunk_bytes} and {self.message_bytes}"
             )
+
+    def latest(self, started: float, size: int) -> float:
+        """When a transfer that began then (`time.monotonic`) must have so many bytes through, at the latest."""
+        return started + self.reply_s + size / self.slowest_bytes_s

@@ -41,6 +41,8 @@ class FailureCode(enum.Enum):
     VERSION = 2
     PLAN = 3
     BUSY = 4
+    DAMAGED = 5
+    STOPPING = 6
 
 
 class RefusedError(RemoteProtocolError):

@@ -12,6 +12,9 @@ MAX_NAME_CHARACTERS = 1024
 MAX_DIMS = 32  # numpy 1 stops at 32, ONNX models at about 6
 MAX_REASON_CHARACTERS = 4096
 
+#: A token of ours has 43 characters; other tools may make longer ones.
+MAX_TOKEN_CHARACTERS = 512
+
 #: Element types of queries and results, by numpy's name, and the bytes of one element.
 DTYPE_BYTES = {
     "float16": 2, "float32": 4, "float64": 8,
@@ -29,6 +32,8 @@ class QueryFailureCode(enum.Enum):
     BUSY = 3
     SERVER = 4
     INTEGRITY = 5
+    REFUSED = 6
+    STOPPING = 7
 
 
 class QueryFailedError(RemoteProtocolError):
@@ -59,6 +64,16 @@ class TensorSpec:
         for size in self.shape:
             if size is not None:
                 check_range(f"dimension of tensor {self.name!r}", size, 0, 2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """Opens a client's connection to a node that wants a token; no answer comes unless the node refuses it."""
+
+    token: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        check_range("length of a token", len(self.token), 1, MAX_TOKEN_CHARACTERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,5 +166,5 @@ class QueryFailure:
         check_range("length of a failure's message", len(self.message), 0, MAX_REASON_CHARACTERS)
 
 
-QueryEvent = Describe | QueryHeader | TensorChunk
+QueryEvent = Greeting | Describe | QueryHeader | TensorChunk
 ResultEvent = Description | ResultHeader | TensorChunk | Statistics | QueryFailure

@@ -12,14 +12,16 @@ from typing import Any
 from numpy.typing import NDArray
 
 from heinfer.errors import RemoteProtocolError
-from heinfer.wire.address import Address, refuse_plain_text
-from heinfer.wire.connection import CONNECT_S, connect
+from heinfer.wire.address import Address
+from heinfer.wire.connecting import connect
+from heinfer.wire.connection import CONNECT_S
 from heinfer.wire.frames import query_framing
 from heinfer.wire.lending import Lender
 from heinfer.wire.limits import Limits
 from heinfer.wire.queries import (
     Describe,
     Description,
+    Greeting,
     QueryEvent,
     QueryFailedError,
     QueryFailure,
@@ -29,6 +31,7 @@ from heinfer.wire.queries import (
     TensorChunk,
 )
 from heinfer.wire.query_codec import decode_result_event, encode_query_event
+from heinfer.wire.security import PlainText, Security, check_connecting
 from heinfer.wire.tensors import read_result
 
 #: Connections that are kept for the next query; a node has other clients to serve.
@@ -43,14 +46,23 @@ class QueryClient:
     Args:
         address: where the node listens; it is connected to when there is something to ask.
         limits: bounds of both directions.
+        security: TLS, or where plain text is allowed.
+        token: says who we are, for a node that wants one.
 
     Raises:
-        TransportError: the address is not loopback.
+        TransportError: this is no way to connect there.
     """
 
-    def __init__(self, address: Address, limits: Limits) -> None:
-        refuse_plain_text(address)
-        self._lender = Lender(lambda: _QueryConnection(address, limits), _IDLE_CONNECTIONS)
+    def __init__(
+        self,
+        address: Address,
+        limits: Limits,
+        security: Security = PlainText.ON_LOOPBACK,
+        token: str | None = None,
+    ) -> None:
+        check_connecting(address, security)
+        greeting = None if token is None else Greeting(token)
+        self._lender = Lender(lambda: _QueryConnection(address, limits, security, greeting), _IDLE_CONNECTIONS)
 
     def describe(self) -> Description:
         """Ask the node what it serves; it has `CONNECT_S` seconds to connect, and as many to answer.
@@ -93,9 +105,10 @@ class QueryClient:
 class _QueryConnection:
     """One connection to a node, for one question after the other."""
 
-    def __init__(self, address: Address, limits: Limits) -> None:
+    def __init__(self, address: Address, limits: Limits, security: Security, greeting: Greeting | None) -> None:
         self._limits = limits
-        self._connection = connect(address, limits, query_framing(limits))
+        self._connection = connect(address, limits, query_framing(limits), security)
+        self._greeting = greeting  # said before the first question
 
     @property
     def usable(self) -> bool:
@@ -131,6 +144,9 @@ class _QueryConnection:
             yield self._receive()
 
     def _send(self, event: QueryEvent) -> None:
+        if self._greeting is not None:
+            greeting, self._greeting = self._greeting, None
+            self._send(greeting)
         frame = encode_query_event(event, self._limits)
         try:
             self._connection.send(*frame)

@@ -13,6 +13,7 @@ from heinfer.wire.proto import heinfer_pb2 as pb
 from heinfer.wire.queries import (
     Describe,
     Description,
+    Greeting,
     QueryEvent,
     QueryFailure,
     QueryFailureCode,
@@ -47,6 +48,9 @@ def _fill_query(message: Any, event: QueryEvent, limits: Limits) -> bytes:
         case Describe():
             message.describe.SetInParent()
             return NO_PAYLOAD
+        case Greeting():
+            message.greeting.token = event.token
+            return NO_PAYLOAD
         case _:
             raise stray(event)
 
@@ -69,6 +73,9 @@ def _query_event(message: Any, payload: bytes, limits: Limits) -> QueryEvent:
         case "describe":
             refuse_payload(payload)
             return Describe()
+        case "greeting":
+            refuse_payload(payload)
+            return Greeting(message.greeting.token)
         case kind:
             raise LocalProtocolError(f"message of unknown kind {kind}")
 

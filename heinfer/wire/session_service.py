@@ -13,14 +13,19 @@ from heinfer.wire.frames import session_framing
 from heinfer.wire.limits import Limits
 from heinfer.wire.listener import Dialect, FrameServer, Handler
 from heinfer.wire.messages import Failure, FailureCode, NodeEvent, ServerEvent, failure_code
+from heinfer.wire.security import PlainText, Security
 
 SessionHandler: TypeAlias = Handler[NodeEvent, ServerEvent]
 
 
 def serve_sessions(
-    address: Address, handler: SessionHandler, limits: Limits, workers: int
+    address: Address,
+    handler: SessionHandler,
+    limits: Limits,
+    workers: int,
+    security: Security = PlainText.ON_LOOPBACK,
 ) -> FrameServer[NodeEvent, ServerEvent]:
-    """Serve sessions until stopped, in plain text.
+    """Serve sessions until stopped.
 
     Args:
         address: where to listen; port 0 takes a free one.
@@ -28,10 +33,11 @@ def serve_sessions(
             `Failure(failure_code(error))`.
         limits: bounds of both directions.
         workers: sessions served at the same time; the next one is told that the server is busy.
+        security: TLS with nodes, or where plain text is allowed.
 
     Raises:
         ParameterError: workers is not positive.
-        TransportError: the port is in use, the address is not this machine's, or not loopback.
+        TransportError: the port is in use, the address is not this machine's, or this is no way to listen there.
     """
     dialect: Dialect[NodeEvent, ServerEvent] = Dialect(
         name="session",
@@ -39,6 +45,7 @@ def serve_sessions(
         decode=decode_node_event,
         encode=encode_server_event,
         busy=Failure(FailureCode.BUSY),
+        stopping=Failure(FailureCode.STOPPING),
         failure=lambda error: Failure(failure_code(error)),
     )
-    return FrameServer(address, dialect, handler, limits, workers)
+    return FrameServer(address, dialect, handler, limits, workers, security)

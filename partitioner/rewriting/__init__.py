@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
+from partitioner.misfits import blamed
 from partitioner.rewriting import quantised, recurrent
 from partitioner.rewriting.identities import remove_identities
 from partitioner.rewriting.quantised import dequantise_constants, rewrite_quantised
@@ -76,8 +77,11 @@ def why_left(node: ir.Node) -> str | None:
 def _rewrite(model: ir.Model, rewritings: Mapping[str, _Rewriting]) -> None:
     for node in list(model.graph):
         rewriting = rewritings.get(node.op_type)
-        if rewriting is not None and node.domain in _STANDARD_DOMAINS and why_left(node) is None:
-            rewriting(node)
+        if rewriting is None or node.domain not in _STANDARD_DOMAINS:
+            continue
+        with blamed(node):
+            if why_left(node) is None:
+                rewriting(node)
 
 
 def _infer_shapes(model: ir.Model) -> None:

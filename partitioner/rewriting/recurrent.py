@@ -21,6 +21,8 @@ from partitioner.rewriting.activations import Activation, read_activations
 from partitioner.rewriting.cells import GATES, Cell, State
 from partitioner.rewriting.emitter import Emitter, is_read
 
+#: Each becomes tens of operators.
+_MOST_STEPS = 2**12
 _DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
 _DEFAULT_ACTIVATIONS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
 _WEIGHTS, _RECURRENCE, _BIAS, _LENGTHS, _HIDDEN, _CELL, _PEEPHOLES = range(1, 8)
@@ -64,10 +66,35 @@ def obstacle(node: ir.Node) -> str | None:
         array = constant(lengths)
         if array is None or np.any(array != steps):
             return f"sequence_lens may differ from the {steps} time steps, so that what is computed depends on the data"
+    if steps > _MOST_STEPS:
+        return f"it has {steps} time steps: expected {_MOST_STEPS} at most, since each becomes operators of its own"
     if _directions(node) is None:
         return f"direction is {node.attributes.get_string('direction')!r}, which ONNX does not know"
+    misfit = _misfit(node)
+    if misfit is not None:
+        return misfit
     activations = _activations(node)
     return activations if isinstance(activations, str) else None
+
+
+def _misfit(node: ir.Node) -> str | None:
+    """Return which weights don't have the shape that the operator defines, None if all do."""
+    directions, gates = _directions(node), GATES[node.op_type]
+    recurrence, source = constant(_input(node, _RECURRENCE)), node.inputs[0]
+    if directions is None or recurrence is None or recurrence.ndim != 3 or source is None or source.shape is None:
+        return "its recurrence weights need three axes"
+    count, hidden_size = len(directions), recurrence.shape[2]
+    expected: dict[int, tuple[object, ...]] = {
+        _WEIGHTS: (count, gates * hidden_size, source.shape[2]),
+        _RECURRENCE: (count, gates * hidden_size, hidden_size),
+        _BIAS: (count, 2 * gates * hidden_size),
+        _PEEPHOLES: (count, 3 * hidden_size),
+    }
+    for position, shape in expected.items():
+        array = constant(_input(node, position)) if position != _PEEPHOLES or node.op_type == "LSTM" else None
+        if array is not None and array.shape != shape:
+            return f"input {position} has shape {array.shape}: expected {shape}"
+    return None
 
 
 def unroll(node: ir.Node) -> None:

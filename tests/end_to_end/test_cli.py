@@ -94,10 +94,13 @@ def test_inspect_shows_what_prepared_mode_takes(dense_bundle: Path, inspection: 
     for block, found in zip(plan.blocks, figures["blocks"], strict=True):
         assert found["prepared"] == {
             "degree": 2048,
+            "dense": [],
             "hints": ["dense"],
+            "rows": [block.output_rows],
             "ciphertexts": 1,
             "values_up": block.input_rows,
             "values_down": block.output_rows,
+            "joined": 0,
             "hint_bytes": block.output_rows * 12800,
         }
     for word in ("Prepared mode: 400 B up, 400 B down", "104 B of the node's memory", "76.8 KB of hints", "dense"):
@@ -145,7 +148,9 @@ def test_partition_rotate_renews_hints_and_leaves_all_else(dense_bundle: Path, t
         assert word in " ".join(done.out.split())
     after = {p: p.read_bytes() for p in bundle.rglob("*") if p.is_file()}
     assert after.keys() == before.keys()
-    assert [p for p in after if after[p] != before[p]] == [bundle / "node" / "hints.safetensors"]
+    assert sorted(p for p in after if after[p] != before[p]) == [
+        bundle / "node" / name for name in ("checks.safetensors", "hints.safetensors")
+    ]
 
 
 def test_partition_rotate_with_a_model_is_a_usage_error_and_changes_nothing(dense_bundle: Path) -> None:

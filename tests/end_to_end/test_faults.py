@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +44,7 @@ from heinfer.wire.codec import decode_server_event, encode_node_event
 from heinfer.wire.frames import QUERY_MAGIC, SESSION_MAGIC
 from heinfer.wire.query_codec import decode_result_event
 from partitioner import partition
-from tests.captured_traffic import flatten
+from tests.captured_traffic import flatten, framed
 from tests.parties import WatchedPool, command, parties, refusal, start
 from tests.small_models import dense_model
 
@@ -263,7 +263,7 @@ def garbage(magic: bytes) -> list[bytes]:
         magic,
         magic + b"\x20\x00\x00",
         magic + b"\xff" * 8 + generator.bytes(5000),
-        magic + struct.pack("<II", 50, 2**20) + bytes(50_000),
+        magic + framed(50, 2**20, bytes(50_000)),
         magic + generator.bytes(5000),
     ]
 
@@ -299,7 +299,7 @@ def read_frames(said: bytes) -> list[tuple[bytes, bytes]]:
     frames, position = [], 0
     while position < len(said):
         envelope_bytes, payload_bytes = struct.unpack_from("<II", said, position)
-        middle = position + 8 + envelope_bytes
+        middle = position + 16 + envelope_bytes
         position = middle + payload_bytes
         frames.append((said[middle - envelope_bytes : middle], said[middle:position]))
     return frames
@@ -354,16 +354,16 @@ def test_server_survives_raw_garbage(server_address: str, dense_bundle: Path) ->
 
 
 NONE = {
-    "empty": struct.pack("<II", 0, 0),
-    "noise": struct.pack("<II", 50, 0) + b"\xff" * 50,
-    "truncated": struct.pack("<II", 5, 0) + b"\x0a\x05abc",
-    "payload alone": struct.pack("<II", 0, 9) + bytes(9),
-    "envelope too long": struct.pack("<II", 2000, 0) + bytes(2000),
-    "payload too long": struct.pack("<II", 0, 2**20 + 1) + bytes(2**20 + 1),
+    "empty": framed(0, 0),
+    "noise": framed(50, 0, b"\xff" * 50),
+    "truncated": framed(5, 0, b"\x0a\x05abc"),
+    "payload alone": framed(0, 9, bytes(9)),
+    "envelope too long": framed(2000, 0, bytes(2000)),
+    "payload too long": framed(0, 2**20 + 1, bytes(2**20 + 1)),
     "both enormous": b"\xff" * 8,
     "half a header": b"\x05\0\0",
-    "half an envelope": struct.pack("<II", 50, 0) + bytes(20),
-    "half a payload": struct.pack("<II", 0, 50) + bytes(20),
+    "half an envelope": framed(50, 0, bytes(20)),
+    "half a payload": framed(0, 50, bytes(20)),
 }
 
 
@@ -396,7 +396,7 @@ def test_server_closes_other_protocols_without_a_word(
 def test_server_answers_a_peer_that_sends_slowly(server_address: str, dense_bundle: Path) -> None:
     bundle = load_server(dense_bundle / "server")
     envelope, _ = encode_node_event(Hello(bundle.plan_hash, bytes(16)))
-    data = SESSION_MAGIC + struct.pack("<II", len(envelope), 0) + envelope
+    data = SESSION_MAGIC + framed(len(envelope), 0, envelope)
     said = send_raw(server_address, *(data[i : i + 5] for i in range(0, len(data), 5)), pause_s=0.02)
     assert read_server_events(said) == [Ready()]
 
@@ -405,7 +405,7 @@ def test_server_serves_others_while_peers_are_silent(server_address: str, dense_
     target = parse_address(server_address)
     silent = [socket.create_connection((target.host, target.port), timeout=5) for _ in range(10)]
     for number, raw in enumerate(silent):
-        raw.sendall((SESSION_MAGIC + struct.pack("<II", 50, 50) + bytes(20))[: 3 * number])
+        raw.sendall((SESSION_MAGIC + framed(50, 50, bytes(20)))[: 3 * number])
     assert answers_properly(server_address, dense_bundle / "server")
     for raw in silent:
         raw.close()
@@ -423,10 +423,41 @@ def _too_few_bytes(events: list[object]) -> list[object]:
     return [*events[:2], Chunk(1, 0, chunk.rows, chunk.data[:-1]), End()]
 
 
+def _row_by_row(*order: int) -> Callable[[list[object]], list[object]]:
+    """Send the rows of the upload one by one, in an order of one's own."""
+
+    def change(events: list[object]) -> list[object]:
+        chunk = events[2]
+        assert isinstance(chunk, Chunk)
+        size = len(chunk.data) // chunk.rows
+        rows = [Chunk(1, row, 1, chunk.data[row * size : (row + 1) * size]) for row in order]
+        return [*events[:2], *rows, End()]
+
+    return change
+
+
 @pytest.mark.parametrize(
     "change",
-    [_residues_beyond, _too_few_bytes, lambda e: [*e[:2], End()], lambda e: e[1:], lambda e: [*e[:2], e[1], End()]],
-    ids=["residues beyond q", "bytes missing", "rows missing", "no greeting", "announced twice"],
+    [
+        _row_by_row(1, 0, 2),
+        _row_by_row(0, 0, 1, 2),
+        _row_by_row(0, 2),
+        _residues_beyond,
+        _too_few_bytes,
+        lambda e: [*e[:2], End()],
+        lambda e: e[1:],
+        lambda e: [*e[:2], e[1], End()],
+    ],
+    ids=[
+        "reordered",
+        "duplicate",
+        "row lost",
+        "residues beyond q",
+        "bytes missing",
+        "rows missing",
+        "no greeting",
+        "announced twice",
+    ],
 )
 def test_server_says_failed_and_survives(server_address: str, dense_bundle: Path, change: object) -> None:
     said = ask_server(server_address, dense_bundle / "server", change)
@@ -445,7 +476,7 @@ def test_node_survives_raw_garbage(dense: LocalModel, address: str) -> None:
     "frame",
     [
         *(frame for name, frame in NONE.items() if name != "envelope too long"),
-        struct.pack("<II", 4 * 2**20 + 1, 0) + bytes(4 * 2**20 + 1),
+        framed(4 * 2**20 + 1, 0, bytes(4 * 2**20 + 1)),
     ],
     ids=[*(name for name in NONE if name != "envelope too long"), "envelope too long"],
 )
@@ -486,7 +517,15 @@ def test_server_killed_in_mid_inference_is_an_error_at_once_and_the_node_recover
         listen = server.address
         with (
             start(
-                tmp_path / "node", "node", str(lenet_bundle / "node"), "--server", listen, "--listen", "127.0.0.1:0"
+                tmp_path / "node",
+                "node",
+                str(lenet_bundle / "node"),
+                "--server",
+                listen,
+                "--listen",
+                "127.0.0.1:0",
+                "--retry",
+                "1s",
             ) as node,
             connect(node.address) as model,
         ):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import onnx
+import pytest
 from typer.testing import CliRunner
 
 from heinfer.cards import CARD_KEY, read_card
 from heinfer.cli.main import app
+from heinfer.errors import InputError
 from partitioner import partition
 from tests.small_models import dense_model
 
@@ -33,3 +35,10 @@ def test_card_of_a_model_is_in_its_bundle_and_shown(tmp_path):
 def test_model_without_a_card_has_none_in_its_bundle(tmp_path):
     partition(dense_model(tmp_path / "model.onnx"), tmp_path / "bundle")
     assert read_card(tmp_path / "bundle") is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"a": "\x87"}'])
+def test_card_that_is_none_is_an_input_error(tmp_path, content):
+    (tmp_path / "card.json").write_bytes(content)
+    with pytest.raises(InputError, match="is damaged"):
+        read_card(tmp_path)

@@ -61,6 +61,24 @@ def test_partition_of_unnamed_offender_names_its_output(tmp_path: Path) -> None:
     assert [o.node for o in refusal(model, tmp_path).offences] == ["bent"]
 
 
+@pytest.mark.parametrize("operator", ["Conv", "ConvTranspose"])
+@pytest.mark.parametrize("kernel", [(3, 3), (3,)])
+def test_partition_of_convolution_whose_kernel_is_none_of_the_stated_shape_names_both(
+    operator: str, kernel: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = graph(
+        f"g (float[n,2,5,5] x) => (float y) {{ y = {operator} <kernel_shape = [2, 2]> (x, w) }}",
+        {"w": weights(2, 2, *kernel)},
+    )
+    for axis in ("n", "c", "h", "w"):  # of onnx's inference, which the file would else lack
+        model.graph.output[0].type.tensor_type.shape.dim.add(dim_param=axis)
+    del model.graph.output[0].type.tensor_type.shape.dim[:-4]
+    (offence,) = refusal(model, tmp_path).offences
+    assert offence.operator == operator
+    assert str(kernel) in offence.reason
+    assert "(2, 2)" in offence.reason
+
+
 def conditional() -> onnx.NodeProto:
     branch = onnx.parser.parse_graph("b () => (float[n,5] o) { o = Relu (a) }")
     return helper.make_node("If", ["flag"], ["y"], name="choice", then_branch=branch, else_branch=branch)

@@ -165,3 +165,39 @@ def test_nobody_waits_for_ever_and_every_row_is_evaluated_once(slots: int) -> No
     assert sorted(seen) == [1000 * number for number in range(640)]
     assert most <= slots
     assert waiting(merger) == 0
+
+
+def test_request_that_was_taken_along_is_done_when_it_is_answered_though_no_slot_is_free() -> None:
+    """Block 0 runs; 0, 0 and 1 wait. The first slot answers both zeros, then runs block 1, for which nobody waits."""
+    gate, last = Gate(), threading.Event()
+
+    def run(block: int, residues: np.ndarray) -> np.ndarray:
+        if block == 1:
+            assert last.wait(PATIENCE_S)
+            return answer(block, residues)
+        return gate(block, residues)
+
+    merger = Merger(run, 1)
+    with ThreadPoolExecutor(8) as threads:
+        first = threads.submit(merger.evaluate, 0, request(1))
+        assert gate.entered.wait(PATIENCE_S)
+        others = [threads.submit(merger.evaluate, 0, request(2))]
+        until(lambda: waiting(merger) == 1)
+        blocked = threads.submit(merger.evaluate, 1, request(3))
+        until(lambda: waiting(merger) == 2)
+        others.append(threads.submit(merger.evaluate, 0, request(4)))
+        until(lambda: waiting(merger) == 3)
+        gate.open.set()
+        assert not wait([first, *others], PATIENCE_S).not_done
+        assert not blocked.done()
+        last.set()
+        assert np.array_equal(blocked.result(PATIENCE_S), answer(1, request(3)))
+
+
+def test_slot_goes_to_who_has_waited_longest() -> None:
+    gate = Gate()
+    merger = Merger(gate, 1)
+    requests = [(0, request(0)), (2, request(1)), (1, request(2)), (3, request(3)), (1, request(4))]
+    with ThreadPoolExecutor(8) as threads:
+        behind_a_gate(threads, merger, gate, requests)
+    assert [block for block, _ in gate.runs] == [0, 2, 1, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +46,9 @@ def test_upload_secrets_are_wiped_when_the_server_fails(dense_bundle: Path, pool
 def test_upload_second_send_is_refused(dense_bundle: Path, pool: WatchedPool) -> None:
     bundle = load_node(dense_bundle / "node")
     statistics = QueryStatistics.empty(len(bundle.plan.blocks), bundle.plan.rounds)
-    with parties(dense_bundle, pool) as both, both.engine.link.session() as session:
-        upload = Upload(bundle, 0, session, pool, statistics, Limits())
+    with parties(dense_bundle, pool) as both:
+        delivery = both.engine.start_delivery(time.monotonic())
+        upload = Upload(bundle, 0, delivery, pool, statistics, Limits(), None)
         upload.send([X], [sample_peaks(X)])
         with pytest.raises(LocalProtocolError, match="once"):
             upload.send([X], [sample_peaks(X)])

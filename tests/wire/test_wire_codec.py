@@ -19,6 +19,7 @@ from heinfer.wire import (
     Description,
     Failure,
     FailureCode,
+    Greeting,
     Hello,
     Limits,
     Mode,
@@ -101,6 +102,7 @@ EVENTS = {
     ),
     "query_event": (
         st.just(Describe())
+        | st.builds(Greeting, st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=512))
         | st.builds(QueryHeader, uints(64), unique(specs), st.booleans(), uints(32), firsts)
         | tensor_chunks
     ),
@@ -248,6 +250,7 @@ WHOLE = [
     ("server_event", BlockAnswer(1, 1, 0.0)),
     ("server_event", Failure(FailureCode.BUSY)),
     ("query_event", Describe()),
+    ("query_event", Greeting("token")),
     ("query_event", QueryHeader(1, ())),
     ("result_event", ResultHeader(1, ())),
     ("result_event", Statistics(b"{}")),

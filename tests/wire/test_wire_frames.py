@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 import time
 import tracemalloc
@@ -15,9 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heinfer.errors import LocalProtocolError, RemoteProtocolError
-from heinfer.wire import Connection, Limits
-from heinfer.wire.frames import HEADER_BYTES, Framing, decode_header, encode_header, query_framing, session_framing
+from heinfer.wire import Connection, FailureCode, Limits
+from heinfer.wire.frames import (
+    HEADER_BYTES,
+    DamagedError,
+    Framing,
+    checksum,
+    decode_header,
+    encode_header,
+    query_framing,
+    session_framing,
+)
 from heinfer.wire.limits import ENVELOPE_BYTES
+from tests.captured_traffic import framed
 
 LIMITS = Limits(chunk_bytes=100_000, reply_s=10.0)
 IMPATIENT = replace(LIMITS, reply_s=0.3)
@@ -52,7 +61,7 @@ def connected(limits=LIMITS):
 
 def frame(envelope, payload=b""):
     """Written by hand, from the format's description."""
-    return struct.pack("<II", len(envelope), len(payload)) + envelope + payload
+    return framed(len(envelope), len(payload), envelope + payload)
 
 
 @settings(deadline=None)
@@ -75,7 +84,29 @@ def test_bytes_on_the_wire_are_those_of_the_description(sent):
             connection.send(*message)
         connection.close()
         with raw.makefile("rb") as stream:
-            assert stream.read() == b"heinfer\x02" + b"".join(frame(*message) for message in sent)
+            assert stream.read() == b"heinfer\x03" + b"".join(frame(*message) for message in sent)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**14 - 1, 2**14, 2**14 + 3, 100_000])
+def test_every_damaged_byte_is_noticed_and_nothing_after_it_is_waited_for(size):
+    payload = bytes(k * k % 251 for k in range(size))
+    whole = frame(b"envelope", payload)
+    for place in {*range(24), len(whole) // 2, len(whole) - 1}:
+        damaged = bytearray(whole)
+        damaged[min(place, len(whole) - 1)] ^= 0x10
+        with raw_and_connection(Limits(), session_framing(Limits())) as (raw, connection):
+            raw.sendall(damaged)
+            with pytest.raises(DamagedError) as caught:
+                connection.receive()
+            assert caught.value.code is FailureCode.DAMAGED
+
+
+def test_checksum_notices_segments_that_change_places():
+    data = bytes(k * k * k % 251 for k in range(2**17))
+    for size in (1448, 2008, 4096, 2**16 - 8):
+        swapped = data[size : 2 * size] + data[:size] + data[2 * size :]
+        if swapped != data:
+            assert checksum(b"", swapped) != checksum(b"", data)
 
 
 @settings(deadline=None)
@@ -127,7 +158,7 @@ def test_message_in_single_bytes_arrives():
 )
 def test_lengths_beyond_the_limits_are_refused_before_anything_is_allocated(lengths):
     with raw_and_connection() as (raw, connection):
-        raw.sendall(struct.pack("<II", *lengths) + bytes(100))
+        raw.sendall(framed(*lengths, bytes(100)))
         tracemalloc.start()
         with pytest.raises(RemoteProtocolError, match="are allowed"):
             connection.receive()
@@ -143,14 +174,14 @@ def test_lengths_beyond_the_limits_are_refused_before_anything_is_allocated(leng
     ],
 )
 def test_lengths_at_the_limits_pass_both_ways_and_beyond_them_neither(framing, most):
-    assert decode_header(encode_header(*most, framing), framing) == most
+    assert decode_header(encode_header(*most, framing, 77), framing) == (*most, 77)
     for change in ((1, 0), (0, 1)):
         more = tuple(a + b for a, b in zip(most, change, strict=True))
         with pytest.raises(LocalProtocolError, match="are allowed"):
             encode_header(*more, framing)
         with pytest.raises(RemoteProtocolError, match="are allowed"):
-            decode_header(struct.pack("<II", *more), framing)
-    assert HEADER_BYTES == 8
+            decode_header(framed(*more), framing)
+    assert HEADER_BYTES == 16
 
 
 def test_message_too_long_to_send_leaves_nothing_on_the_wire():
@@ -322,8 +353,8 @@ def test_news_are_awaited_no_longer_than_asked():
 
 
 def test_magics_tell_the_kinds_of_connections_apart():
-    assert session_framing(LIMITS) == Framing(b"heinfer\x02", ENVELOPE_BYTES, LIMITS.chunk_bytes)
-    assert query_framing(LIMITS) == Framing(b"heinode\x01", LIMITS.message_bytes, LIMITS.chunk_bytes)
+    assert session_framing(LIMITS) == Framing(b"heinfer\x03", ENVELOPE_BYTES, LIMITS.chunk_bytes)
+    assert query_framing(LIMITS) == Framing(b"heinode\x02", LIMITS.message_bytes, LIMITS.chunk_bytes)
     with raw_and_connection(framing=query_framing(LIMITS)) as (raw, connection):
         raw.sendall(MAGIC)
         with pytest.raises(RemoteProtocolError, match="does not speak this protocol"):

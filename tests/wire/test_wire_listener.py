@@ -33,6 +33,7 @@ from heinfer.wire import (
     serve_sessions,
 )
 from heinfer.wire.frames import QUERY_MAGIC, session_framing
+from tests.captured_traffic import framed
 
 LOOPBACK = Address("127.0.0.1", 0)
 LIMITS = Limits(chunk_bytes=2000, reply_s=10.0)
@@ -185,7 +186,7 @@ def test_oversized_message_never_reaches_the_handler(start, lengths):
         if lengths[1]:
             connection.send(b"", bytes(lengths[1]))
         else:
-            connection._write(b"\x01\x04\0\0\0\0\0\0", bytes(1025))
+            connection._write(framed(1025, 0), bytes(1025))
         assert hear(connection) == [Failure(FailureCode.FAILED)]
     assert len(seen) == 1
 
@@ -209,7 +210,7 @@ def test_node_that_goes_away_ends_the_handler(start):
             connection.send(*hello)
             assert connection.receive() is not None
             if half:
-                connection._write(b"\x05\0\0\0\0\0\0\0", b"ab")
+                connection._write(framed(5, 0), b"ab")
         assert soon(lambda: caught)
         assert caught == [expected]
         caught.clear()
@@ -251,7 +252,7 @@ def test_other_protocols_are_closed_at_once_without_a_word(start, caplog, data):
         raw.sendall(data)
         with contextlib.suppress(ConnectionError):
             assert raw.recv(100) == b""
-    assert soon(lambda: "not our protocol" in caplog.text)
+    assert soon(lambda: ("protocol, but TLS" if data[0] == 0x16 else "not our protocol") in caplog.text)
     assert not called
 
 
@@ -319,7 +320,7 @@ def test_second_server_on_a_port_fails_and_a_later_one_does_not(start, host):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
 def test_plain_text_beyond_this_machine_is_refused(host):
-    with pytest.raises(TransportError, match="TLS comes with the transport layer"):
+    with pytest.raises(TransportError, match="give certificates for TLS"):
         serve_sessions(Address(host, 0), echo, LIMITS, 1)
     with pytest.raises(TransportError, match="SSH tunnel"):
         connect(Address(host, 1), LIMITS, session_framing(LIMITS))

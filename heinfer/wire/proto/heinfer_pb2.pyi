@@ -21,6 +21,8 @@ class FailureCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_VERSION: _ClassVar[FailureCode]
     FAILURE_PLAN: _ClassVar[FailureCode]
     FAILURE_BUSY: _ClassVar[FailureCode]
+    FAILURE_DAMAGED: _ClassVar[FailureCode]
+    FAILURE_STOPPING: _ClassVar[FailureCode]
 
 class QueryFailureCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -30,6 +32,8 @@ class QueryFailureCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     QUERY_FAILURE_BUSY: _ClassVar[QueryFailureCode]
     QUERY_FAILURE_SERVER: _ClassVar[QueryFailureCode]
     QUERY_FAILURE_INTEGRITY: _ClassVar[QueryFailureCode]
+    QUERY_FAILURE_REFUSED: _ClassVar[QueryFailureCode]
+    QUERY_FAILURE_STOPPING: _ClassVar[QueryFailureCode]
 MODE_UNSPECIFIED: Mode
 MODE_STANDARD: Mode
 MODE_PREPARED: Mode
@@ -39,12 +43,16 @@ FAILURE_FAILED: FailureCode
 FAILURE_VERSION: FailureCode
 FAILURE_PLAN: FailureCode
 FAILURE_BUSY: FailureCode
+FAILURE_DAMAGED: FailureCode
+FAILURE_STOPPING: FailureCode
 QUERY_FAILURE_UNSPECIFIED: QueryFailureCode
 QUERY_FAILURE_FAILED: QueryFailureCode
 QUERY_FAILURE_INPUT: QueryFailureCode
 QUERY_FAILURE_BUSY: QueryFailureCode
 QUERY_FAILURE_SERVER: QueryFailureCode
 QUERY_FAILURE_INTEGRITY: QueryFailureCode
+QUERY_FAILURE_REFUSED: QueryFailureCode
+QUERY_FAILURE_STOPPING: QueryFailureCode
 
 class NodeMessage(_message.Message):
     __slots__ = ("hello", "request", "chunk")
@@ -162,15 +170,23 @@ class Describe(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Greeting(_message.Message):
+    __slots__ = ("token",)
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    def __init__(self, token: _Optional[str] = ...) -> None: ...
+
 class QueryMessage(_message.Message):
-    __slots__ = ("header", "chunk", "describe")
+    __slots__ = ("header", "chunk", "describe", "greeting")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     DESCRIBE_FIELD_NUMBER: _ClassVar[int]
+    GREETING_FIELD_NUMBER: _ClassVar[int]
     header: QueryHeader
     chunk: TensorChunk
     describe: Describe
-    def __init__(self, header: _Optional[_Union[QueryHeader, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ..., describe: _Optional[_Union[Describe, _Mapping]] = ...) -> None: ...
+    greeting: Greeting
+    def __init__(self, header: _Optional[_Union[QueryHeader, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ..., describe: _Optional[_Union[Describe, _Mapping]] = ..., greeting: _Optional[_Union[Greeting, _Mapping]] = ...) -> None: ...
 
 class ResultMessage(_message.Message):
     __slots__ = ("header", "chunk", "statistics", "failure", "description")
