@@ -71,24 +71,38 @@ def token_command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="The client's token; NAME.token if not given.")
     ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Take the name's earlier token out of the file.")] = False,
 ) -> None:
     """Make a token by which a node knows a client; a node keeps its hash only."""
     from heinfer.plan.files import write_file
     from heinfer.wire import TokenFile, make_token, token_line
     from heinfer.wire.authority import write_private
+    from heinfer.wire.tokens import without_tokens
 
     token = make_token()
     line = token_line(token, name)
     path = output or Path(f"{name}.token")
     if path.exists():
         raise typer.BadParameter(f"{path} exists: move it away first, or choose another file", param_hint="--output")
-    known = ""
+    known, earlier = "", 0
     if tokens.exists():
         TokenFile(tokens)  # nothing is added to what is none
-        known = tokens.read_text().rstrip("\n") + "\n"
+        known, earlier = without_tokens(tokens.read_text(), name)
+    if earlier and not replace:
+        raise typer.BadParameter(
+            f"{tokens} has a token of {name} already, and a name has one, so that taking its line out ends all that it "
+            "may do: choose another name, or add --replace to take the earlier one out",
+            param_hint="NAME",
+        )
     write_private(path, f"{token}\n".encode())
-    write_file(tokens, (known.lstrip("\n") + line).encode())
+    try:
+        write_file(tokens, (known + line).encode())
+    except OSError:
+        path.unlink()  # a token that no node knows
+        raise
     out.print(f"Wrote {path}, for {name} only, and its hash to {tokens}, for the node. Take the line out to end it.")
+    if earlier:
+        out.print(f"An earlier token of {name} is no longer in {tokens}: the next connection with it is refused.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Limits:
             with aside: a peer that dribbles is late at last.
         max_idle_s: seconds after which a connection on which nothing is said is closed by the side that listens.
         retry_s: seconds after an upload's first failure in which it is sent again, the same bytes; 0: never.
-        query_s: seconds after a query's beginning in which any of its uploads is sent again.
+        query_s: seconds in which a node takes a group of a query's samples through all rounds, repetitions included.
         room_s: seconds that a request waits for room in its receiver's memory.
     """
 

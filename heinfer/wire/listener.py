@@ -78,9 +78,9 @@ class FrameServer(Generic[Incoming, Outgoing]):
         dialect: what is said.
         handler: called once a connection, in a thread of its own, with what the peer says, which ends where the peer
             closes its half. What it yields is sent; `End`, or its return, ends the connection. Until it yields
-            something, be it `Admitted`, the peer is a stranger, and makes room when places are short. What the peer says
-            raises RemoteProtocolError for a message that is none and for a peer that went away in the middle of one.
-            What the handler raises ends the connection with the dialect's failure.
+            something, be it `Admitted`, the peer is a stranger, who makes room when places are short. What the peer
+            says raises RemoteProtocolError for a message that is none and for a peer that went away in the middle of
+            one. What the handler raises ends the connection with the dialect's failure.
         limits: times; a connection on which nothing is said for `max_idle_s` is closed. The first message has
             `CONNECT_S` seconds.
         workers: connections served at the same time; the next one is told that the server is busy.

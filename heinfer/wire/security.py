@@ -167,9 +167,7 @@ def _context(protocol: int, ca: Path, certificate: Path, key: Path) -> ssl.SSLCo
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED  # names are checked too, which PROTOCOL_TLS_CLIENT brings
     context.hostname_checks_common_name = False  # a subject is for people (RFC 9525, section 2)
-    context.verify_flags |= (
-        ssl.VERIFY_X509_PARTIAL_CHAIN
-    )  # an intermediate authority may stand in ca.pem without its root
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # ca.pem may hold an intermediate authority without its root
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # sessions are kept open, not resumed
     try:

@@ -39,6 +39,18 @@ def token_line(token: str, name: str) -> str:
     return f"{_hash(token).hex()}  {name}\n"
 
 
+def without_tokens(lines: str, name: str) -> tuple[str, int]:
+    """Take all tokens of one name out of the lines of a node's file; return what is left, and how many they were."""
+    kept, out = [], 0
+    for line in lines.splitlines():
+        match = _LINE.fullmatch(line.rstrip())
+        if match is not None and match[2] == name:
+            out += 1
+        else:
+            kept.append(f"{line}\n")
+    return "".join(kept), out
+
+
 def check_name(name: str) -> None:
     """Raise InputError unless this may be the name of a client."""
     if not _NAME.fullmatch(name):

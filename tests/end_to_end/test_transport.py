@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +33,7 @@ from heinfer.wire import (
     block_shapes,
     parse_address,
     read_token,
+    token_line,
 )
 from tests.parties import Process, command, refusal, start
 from trusted_node.link import ServerLink
@@ -227,4 +230,44 @@ def test_token_is_added_to_the_file_and_an_earlier_one_is_not_lost(tmp_path: Pat
     before = tokens.read_text()
     with pytest.raises(typer.BadParameter, match="exists"):
         token_command("alice", tokens, tmp_path / "alice.token")
+    assert tokens.read_text() == before
+
+
+def test_a_name_has_one_token_and_another_one_replaces_it_if_asked(tmp_path: Path) -> None:
+    tokens, files = tmp_path / "tokens.sha256", [tmp_path / f"{number}.token" for number in range(3)]
+    token_command("alice", tokens, files[0])
+    token_command("alice-2", tokens, files[1])
+    tokens.write_text(f"# clients of ward 3\n\n{tokens.read_text()}")
+    before = tokens.read_text()
+    with pytest.raises(typer.BadParameter, match=r"has a token of alice already.*--replace"):
+        token_command("alice", tokens, files[2])
+    assert tokens.read_text() == before
+    assert not files[2].exists()
+    first, second = before.splitlines(keepends=True)[-2:]
+    tokens.write_text(f"{before}{token_line('an earlier one', 'alice')}")
+    token_command("alice", tokens, files[2], replace=True)
+    assert tokens.read_text().startswith(f"# clients of ward 3\n\n{second}")
+    assert first not in tokens.read_text()
+    known = TokenFile(tokens)
+    assert [known.name_of(read_token(file)) for file in files] == [None, "alice-2", "alice"]
+    assert known.name_of("an earlier one") is None
+
+
+def test_token_whose_hash_can_not_be_written_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tmp_path / "tokens.sha256"
+    token_command("alice", tokens, tmp_path / "alice.token")
+    before = tokens.read_text()
+
+    def full(source: Path, target: Path) -> None:
+        if Path(target) == tokens:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(source, target)
+
+    rename = os.replace
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        token_command("bob", tokens, tmp_path / "bob.token")
+    assert {path.name for path in tmp_path.iterdir()} == {"tokens.sha256", "alice.token"}
     assert tokens.read_text() == before

@@ -15,7 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives import serialization
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from heinfer.errors import InputError, RemoteProtocolError
 from heinfer.wire import (
@@ -42,13 +44,16 @@ from heinfer.wire import (
     describe_tensors,
     iterate_tensor_chunks,
     make_token,
+    query_framing,
     read_token,
     serve_queries,
     serve_sessions,
     session_framing,
     token_line,
 )
-from heinfer.wire.authority import open_authority
+from heinfer.wire import authority as authorities
+from heinfer.wire.authority import Authority, Use, open_authority, write_identity
+from heinfer.wire.encryption import EncryptedStream
 from heinfer.wire.query_service import check_serving
 from heinfer.wire.security import check_connecting, check_listening
 from tests.captured_traffic import Proxy
@@ -264,6 +269,45 @@ def test_time_holds_for_a_peer_that_stops_in_the_middle_of_a_message(identities)
         assert time.monotonic() - started < 2
 
 
+class Digesting:
+    """An engine to which all that comes is TLS's own business: tickets, keys, a record that never ends."""
+
+    def __init__(self, incoming, _):
+        self.incoming = incoming
+
+    def read(self, _):
+        self.incoming.read()
+        raise ssl.SSLWantReadError
+
+
+@pytest.mark.parametrize("milliseconds", [0, 200])
+def test_wait_for_news_ends_though_bytes_that_are_none_come_all_the_time(milliseconds):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        far = socket.create_connection(listener.getsockname())
+        near, _ = listener.accept()
+    over = threading.Event()
+
+    def flood():
+        with contextlib.suppress(OSError):
+            while not over.is_set():
+                far.send(bytes(1 << 16))
+
+    with near, far:
+        rescue = threading.Timer(2, near.shutdown, [socket.SHUT_RDWR])  # or a failure would last for ever
+        rescue.start()
+        flooding = threading.Thread(target=flood)
+        flooding.start()
+        started = time.monotonic()
+        found = EncryptedStream(near, Digesting, 10).poll(milliseconds)
+        assert time.monotonic() - started < 1
+        assert not found
+        rescue.cancel()
+        rescue.join()
+        over.set()
+        near.shutdown(socket.SHUT_RDWR)
+        flooding.join(SOON_S)
+
+
 class Meddler(Proxy):
     """Changes one bit of what the target says, once told to."""
 
@@ -416,6 +460,49 @@ def test_node_refuses_a_server_and_says_why_to_its_own_operator(identities, star
     with pytest.raises(TransportError, match=rf"{server.address} is not connected to: the peer's certificate {said}"):
         greet(server, identities.load("node to server"))
     assert soon(lambda: "the peer went away during the TLS handshake" in caplog.text)  # all that the server learns
+
+
+def test_node_does_not_take_a_certificates_subject_for_a_host(identities, start, tmp_path):
+    issuer = open_authority(identities.folder / "ca" / "node-server", "node-server")
+    write_identity(tmp_path, issuer, "localhost", (), Use.ACCEPT, 90)
+    server = start(Tls.from_folder(tmp_path))
+    with pytest.raises(TransportError, match="does not name this host"):
+        greet(server, identities.load("node to server"), host="localhost")
+
+
+def sign_authority(name, issuer=None):
+    """Make an authority that may certify others: at the top, or certified by another one."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    certifier = Authority(authorities._make_authority(name).certificate, key) if issuer is None else issuer
+    begins, ends = certifier.certificate.not_valid_before_utc, certifier.certificate.not_valid_after_utc
+    by = certifier.certificate.subject
+    builder = authorities._builder(name, by, key, begins, ends)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    builder = builder.add_extension(authorities._key_usage(key_cert_sign=True), critical=True)
+    return Authority(builder.sign(certifier.key, hashes.SHA256()), key)
+
+
+def test_intermediate_authority_lets_its_own_in_and_nobody_else_of_its_root(identities, start, caplog, tmp_path):
+    root = sign_authority("hospital")
+    signers = {"root": root, "nodes": sign_authority("nodes", root), "printers": sign_authority("printers", root)}
+    for name, signer in signers.items():
+        write_identity(tmp_path / name, signer, name, (), Use.CONNECT, 90)
+    ours = identities["server"]
+    server = start(Tls.load(tmp_path / "nodes" / "ca.pem", ours / "cert.pem", ours / "key.pem"))
+
+    def come(who, *shown):
+        folder = tmp_path / who
+        chain = tmp_path / "chain.pem"
+        parts = [folder / "cert.pem", *(tmp_path / name / "ca.pem" for name in shown)]
+        chain.write_bytes(b"".join(part.read_bytes() for part in parts))
+        return greet(server, Tls.load(ours / "ca.pem", chain, folder / "key.pem"))
+
+    assert come("nodes") == come("nodes", "nodes") == come("nodes", "nodes", "root") == "greeted"
+    strangers = [("root",), ("root", "root"), ("printers",), ("printers", "printers"), ("printers", "printers", "root")]
+    for number, stranger in enumerate(strangers, 1):
+        with pytest.raises(RemoteProtocolError, match=REFUSED):
+            come(*stranger)
+        assert soon(lambda: caplog.text.count("certificate is not signed by our CA") == number)  # noqa: B023
 
 
 def test_node_hangs_up_on_a_server_that_says_nothing(identities):
@@ -725,6 +812,37 @@ def test_right_token_is_served_and_all_others_hear_the_same(identities, tokens, 
     for record in caplog.records:
         said = f"{record.getMessage()} {record.args!r}"
         assert not any(secret in said for secret in (*made.values(), made["alice"][:-1], *hashes))
+
+
+@pytest.mark.parametrize("encrypted", [True, False], ids=["TLS", "plain"])
+def test_strangers_without_a_token_take_nobodys_place_and_do_not_stay(identities, tokens, monkeypatch, encrypted):
+    monkeypatch.setattr("heinfer.wire.connection.CONNECT_S", 1.5)
+    monkeypatch.setattr("heinfer.wire.connection.LINGER_S", 0.1)
+    path, made = tokens
+    ours, theirs = (
+        identities.load(name) if encrypted else PlainText.ON_LOOPBACK for name in ("client", "node to clients")
+    )
+    node = serve_queries(LOOPBACK, Double(), LIMITS, 8, 3, theirs, TokenFile(path))
+    with contextlib.ExitStack() as stack:
+        stack.callback(node.stop, 0)
+
+        def come(name):
+            client = QueryClient(node.address, LIMITS, ours, made[name])
+            stack.callback(client.close)
+            return client.describe().max_samples
+
+        strangers = [connect(node.address, LIMITS, query_framing(LIMITS), ours) for _ in range(3)]
+        for stranger in strangers:
+            stack.callback(stranger.close)
+        assert soon(lambda: len(node._serving) == 3)
+        time.sleep(0.1)  # their beginnings have been heard
+        assert come("alice") == come("bob") == 64
+        assert [stranger.has_news for stranger in strangers] == [True, True, False]
+        assert strangers[2].await_news(3)  # closed by the clock, where nobody needed its place
+        assert soon(lambda: len(node._serving) == 2)
+        assert come("alice") == 64
+        with pytest.raises(QueryFailedError, match="the node is busy"):
+            come("bob")
 
 
 def test_token_that_is_taken_out_is_refused_at_the_next_connection(tokens, caplog):

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 import tracemalloc
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -228,8 +228,59 @@ def test_other_beginnings_are_refused_at_once(data):
 
 
 def test_peer_that_begins_with_silence_is_given_up():
-    with raw_and_connection(IMPATIENT) as (_, connection), pytest.raises(RemoteProtocolError, match="no progress"):
+    with raw_and_connection(IMPATIENT) as (_, connection), pytest.raises(RemoteProtocolError, match="did not say"):
         connection.expect_magic()
+
+
+@pytest.mark.parametrize(
+    ("read", "said", "pause_s"),
+    [
+        (lambda c: c.expect_magic(), MAGIC, 0.1),
+        (lambda c: c.expect_magic(), MAGIC[:2], 0.35),
+        (lambda c: c.receive_first(), frame(b"abc")[:12], 0.1),
+        (lambda c: c.receive_first(), frame(b"a" * 100, b"b" * 100), 0.1),
+    ],
+    ids=["magic", "two bytes", "header", "message"],
+)
+def test_stranger_who_dribbles_is_given_up_as_soon_as_a_silent_one(monkeypatch, read, said, pause_s):
+    monkeypatch.setattr("heinfer.wire.connection.CONNECT_S", 0.4)
+    with raw_and_connection() as (raw, connection):
+
+        def dribble():
+            with suppress(OSError):
+                for byte in said:
+                    raw.sendall(bytes([byte]))
+                    time.sleep(pause_s)
+
+        thread = threading.Thread(target=dribble)
+        thread.start()
+        started = time.monotonic()
+        with pytest.raises(RemoteProtocolError, match=r"did not say within 0\.4 s"):
+            read(connection)
+        assert 0.3 < time.monotonic() - started < 0.7
+        connection.close()
+        thread.join(5)
+
+
+def test_first_message_over_a_slow_line_has_the_time_that_it_takes(monkeypatch):
+    monkeypatch.setattr("heinfer.wire.connection.CONNECT_S", 0.3)
+    with raw_and_connection(replace(LIMITS, slowest_bytes_s=1000.0)) as (raw, connection):
+
+        def speak():
+            whole = frame(b"a", b"b" * 800)
+            for start in range(0, len(whole), 100):
+                raw.sendall(whole[start : start + 100])
+                time.sleep(0.08)
+            time.sleep(0.4)
+            raw.sendall(frame(b"second"))
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        started = time.monotonic()
+        assert connection.receive_first() == (b"a", b"b" * 800)
+        assert time.monotonic() - started > 0.5
+        assert connection.receive() == (b"second", b"")  # who is known has more time
+        thread.join(5)
 
 
 @pytest.mark.parametrize("size", [1, 8, 9, 12])
@@ -298,6 +349,7 @@ def test_large_messages_both_ways_at_the_same_time_arrive_whole():
         lambda c: c.receive(),
         lambda c: c.receive(idle=True),
         lambda c: c.expect_magic(),
+        lambda c: c.receive_first(),
         lambda c: c.await_news(10),
     ],
 )

@@ -32,7 +32,7 @@ from heinfer.wire import (
     iterate_row_chunks,
     serve_sessions,
 )
-from heinfer.wire.frames import QUERY_MAGIC, session_framing
+from heinfer.wire.frames import QUERY_MAGIC, SESSION_MAGIC, session_framing
 from tests.captured_traffic import framed
 
 LOOPBACK = Address("127.0.0.1", 0)
@@ -228,6 +228,57 @@ def test_server_without_a_free_worker_is_busy_and_leaving_frees_it(start):
         for _ in range(3):
             assert say(server, Hello(PLAN, SESSION)) == [Failure(FailureCode.BUSY)]
     assert soon(lambda: say(server, Hello(PLAN, SESSION)) == [Ready()])
+
+
+def is_open(sock):
+    sock.settimeout(0.05)
+    try:
+        return sock.recv(100, socket.MSG_PEEK) != b""
+    except TimeoutError:
+        return True
+    except ConnectionError:
+        return False
+
+
+def test_peers_that_say_the_magic_only_make_room_the_first_to_come_first(start):
+    server = start(echo, workers=3)
+    with contextlib.ExitStack() as stack:
+        strangers = []
+        for said in (b"", framed(len(HELLO), 0), framed(len(HELLO), 0, HELLO[:-1])):
+            strangers.append(stack.enter_context(socket.create_connection(server.address.endpoint)))
+            strangers[-1].sendall(SESSION_MAGIC + said)
+        time.sleep(0.1)  # all that they say has been heard
+        for left in (2, 1, 0):
+            assert [is_open(sock) for sock in strangers] == [False] * (2 - left) + [True] * (left + 1)
+            session = stack.enter_context(connection_to(server))
+            session.send(HELLO, b"")
+            assert codec.decode_server_event(*session.receive()) == Ready()
+        assert not any(map(is_open, strangers))
+        assert say(server, Hello(PLAN, SESSION)) == [Failure(FailureCode.BUSY)]  # who is known stays
+
+
+def test_peer_that_was_refused_and_does_not_leave_makes_room(start):
+    server = start(echo, workers=1)
+    with connection_to(server) as stranger:
+        stranger.send(*codec.encode_node_event(Hello(b"x" * 32, SESSION)))
+        assert codec.decode_server_event(*stranger.receive()) == Failure(FailureCode.PLAN)
+        assert say(server, Hello(PLAN, SESSION)) == [Ready()]
+
+
+@pytest.mark.parametrize("said", [b"", framed(len(HELLO), 0, HELLO[:-1])], ids=["nothing", "half a greeting"])
+def test_peer_that_does_not_greet_is_closed_long_before_one_that_is_known(start, monkeypatch, said):
+    monkeypatch.setattr("heinfer.wire.connection.CONNECT_S", 0.4)
+    server = start(echo)
+    with connection_to(server) as known, socket.create_connection(server.address.endpoint) as stranger:
+        known.send(HELLO, b"")
+        assert known.receive() is not None
+        stranger.sendall(SESSION_MAGIC + said)
+        started = time.monotonic()
+        stranger.settimeout(SOON_S)
+        while stranger.recv(100):
+            pass
+        assert 0.3 < time.monotonic() - started < 2
+        assert not known.await_news(0.3)
 
 
 def test_flood_of_connections_that_say_nothing_leaves_the_first_session_alone(start):

@@ -18,6 +18,7 @@ from heinfer.errors import InputError, IntegrityError, LocalProtocolError, Param
 from heinfer.wire import (
     Address,
     BlockShape,
+    Describe,
     Description,
     FailureCode,
     Limits,
@@ -228,8 +229,11 @@ def test_connections_that_ask_nothing_take_no_worker(start):
 
 def test_connection_beyond_the_bound_is_busy(start):
     client = start(connections=1)
-    with raw_connection(client), raises_soon(QueryFailedError) as caught:
-        ask(client, 30_000)
+    with raw_connection(client) as connection:
+        connection.send(*encode_query_event(Describe(), LIMITS))
+        assert connection.receive() is not None
+        with raises_soon(QueryFailedError) as caught:
+            ask(client, 30_000)
     assert caught.value.code is QueryFailureCode.BUSY
     assert soon(lambda: not client.server._serving)
     ask(client)
