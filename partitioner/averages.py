@@ -31,12 +31,19 @@ def average_first(model: ir.Model, pinned: Collection[ir.Node] = ()) -> None:
         model: the graph.
         pinned: operators that the user has pinned; nothing about them changes.
     """
-    shapes = infer_shapes(model)
+    while _average_once(model, frozenset(pinned)):
+        common_passes.TopologicalSortPass()(model)
+
+
+def _average_once(model: ir.Model, pinned: frozenset[ir.Node]) -> bool:
+    """Move averages in front of one convolution each; say whether anything has changed."""
+    shapes, changed = infer_shapes(model), False
     for node in list(model.graph):
         mix = operand(node, 0).producer() if _averages(node) else None
-        if mix is not None and not {node, mix} & set(pinned) and _commute(mix, node, shapes):
+        if mix is not None and not {node, mix} & pinned and _commute(mix, node, shapes):
             _swap(mix, node)
-    common_passes.TopologicalSortPass()(model)
+            changed = True
+    return changed
 
 
 def _averages(node: ir.Node) -> bool:

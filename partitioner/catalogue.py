@@ -160,7 +160,8 @@ the node applies them. The partitioner finds the cheapest placement by a minimum
 _REWRITTEN = """
 Normalisations that an exporter has taken apart are one operator again, LayerNormalization or GroupNormalization. What
 follows from shapes and constants alone is computed; what changes nothing is removed. A ConvTranspose that crops nothing
-and the Conv behind it are one ConvTranspose; an AveragePool behind a 1x1 Conv moves in front of it."""
+and the Conv behind it are one ConvTranspose; an AveragePool behind a 1x1 Conv moves in front of it; a stride with which
+alone a value is read moves back to the Conv that makes it."""
 
 _ON_NODE = """
 ## On the node, in the clear

@@ -82,12 +82,13 @@ def compose_convolutions(model: ir.Model, pinned: Collection[ir.Node] = ()) -> N
     shapes = infer_shapes(model)
     for node in list(model.graph):
         with blamed(node):
-            pair = _find_pair(node, shapes) if node.op_type == "ConvTranspose" else None
+            pair = _find_pair(node, shapes) if node.op_type == "ConvTranspose" and node.graph is not None else None
             if pair is not None and not any(n in pinned for n in pair.nodes) and _saves(pair, shapes):
                 _compose(model, pair, shapes)
-    common_passes.RemoveUnusedNodesPass()(model)
+                common_passes.RemoveUnusedNodesPass()(model)  # an old join would still read the next one
+                common_passes.NameFixPass()(model)
+                shapes = infer_shapes(model)
     common_passes.TopologicalSortPass()(model)
-    common_passes.NameFixPass()(model)
 
 
 def _find_pair(inner: ir.Node, shapes: Mapping[str, Shape]) -> _Pair | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -41,7 +41,8 @@ from partitioner.lowering import (
 )
 from partitioner.windows import Geometry, sliding_window, split_padding
 
-_MOST_AXES = 3
+#: Spatial axes of a convolution, at most.
+MOST_AXES: Final = 3
 Floats = NDArray[np.float64]
 
 
@@ -69,6 +70,8 @@ def lower_conv_transpose(node: ir.Node, context: Context) -> Lowered:
     if source is None or target is None:
         return context.refuse(node, NOT_LEADING)
     misfit = _misfit(node, source, weights.shape[2:])
+    if misfit is None and len(target) != len(source):  # onnx's inference stops at the first axis that shrinks
+        misfit = "its output_shape is smaller than its input; give pads instead"
     if misfit is not None:
         return context.refuse(node, misfit)
     geometry = _transposed_geometry(node, source[1:], target[1:], weights.shape[2:])
@@ -84,8 +87,8 @@ def _misfit(node: ir.Node, source: Shape, kernel: Shape) -> str | None:
 
 
 def _lower(node: ir.Node, context: Context, weights: NDArray[Any], geometry: Geometry, *, transposed: bool) -> Lowered:
-    if not 1 <= geometry.rank <= _MOST_AXES:
-        return context.refuse(node, f"convolutions have 1 to {_MOST_AXES} spatial axes, found {geometry.rank}")
+    if not 1 <= geometry.rank <= MOST_AXES:
+        return context.refuse(node, f"convolutions have 1 to {MOST_AXES} spatial axes, found {geometry.rank}")
     group = node.attributes.get_int("group", 1)
     source = context.shape(node.inputs[0])
     channels, outputs = (
@@ -124,7 +127,7 @@ def convolution(builder: Builder, value: int, weights: Floats, geometry: Geometr
         Number of the result, shape (outputs, *geometry.output).
     """
     shape = (len(weights), *geometry.output)
-    if geometry.rank == _MOST_AXES:
+    if geometry.rank == MOST_AXES:
         return _stacked_convolution(builder, value, weights, geometry, group)
     window = geometry.window()
     channels, spatial = builder.shapes[value][0], builder.shapes[value][1:]

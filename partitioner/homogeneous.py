@@ -75,13 +75,13 @@ def _move(model: ir.Model, node: ir.Node, shapes: Mapping[str, Shape], pinned: C
     scales, rest = _powers(gains)
     added = _shift_behind(node, len(gains), shapes)
     last = node.outputs[0] if added is None else added[0].outputs[0]
-    readers = _readers(last, rest, shapes)
-    if readers is None or any(n in pinned for n in (*(n for n, _ in readers), *(() if added is None else added[:1]))):
+    readers = _readers(last, rest, shapes, pinned)
+    left = (biases if added is None else biases + added[1]) / rest
+    if readers is None or not np.all(np.abs(left) < _LARGEST) or (added is not None and added[0] in pinned):
         return
     if added is not None:
-        biases = biases + added[1]
         take_over(last, node.outputs[0])
-    _set_normalisation(model, node, scales, biases / rest)
+    _set_normalisation(model, node, scales, left)
     for reader, factor in readers:
         scale_input(model, reader, factor)
 
@@ -134,7 +134,7 @@ def _shift_behind(node: ir.Node, channels: int, shapes: Mapping[str, Shape]) -> 
 
 
 def _readers(
-    value: ir.Value, factor: Floats, shapes: Mapping[str, Shape]
+    value: ir.Value, factor: Floats, shapes: Mapping[str, Shape], pinned: Collection[ir.Node]
 ) -> list[tuple[ir.Node, NDArray[np.float64]]] | None:
     """Return the weighted operators that a value reaches, and by what their weights are to be multiplied.
 
@@ -142,12 +142,14 @@ def _readers(
         value: a value whose channels, its first axis after the batch, are multiplied by less than they were.
         factor: by how much, shape (channels,).
         shapes: shapes per sample.
+        pinned: operators that keep their numbers.
 
     Returns:
-        Operators and factors, shaped as their activations are; None if anything reads the value otherwise.
+        Operators and factors, shaped as their activations are; None if anything reads the value otherwise, or a pinned
+        operator does.
     """
     uses = list(value.uses())
-    if value.is_graph_output() or not uses:
+    if value.is_graph_output() or not uses or any(use.node in pinned for use in uses):
         return None
     found: list[tuple[ir.Node, Floats]] = []
     for use in uses:
@@ -156,7 +158,7 @@ def _readers(
             behind = None if shaped is None else [(use.node, shaped)]
         else:
             carried = _carried(use.node, use.idx, factor, shapes)
-            behind = None if carried is None else _readers(use.node.outputs[0], carried, shapes)
+            behind = None if carried is None else _readers(use.node.outputs[0], carried, shapes, pinned)
         if behind is None:
             return None
         found += behind

@@ -13,8 +13,9 @@ import onnx_ir as ir
 
 from heinfer.errors import Offence, UnsupportedModelError
 
-#: What Python and numpy raise for shapes, indices, numbers and attributes that can't be.
-_ERRORS = (ArithmeticError, LookupError, MemoryError, TypeError, ValueError)
+#: What Python and numpy raise for shapes, indices, numbers and attributes that can't be. Too little memory says
+#: nothing about the model, and passes.
+_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
 
 
 @contextmanager

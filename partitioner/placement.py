@@ -12,9 +12,9 @@ second (upload), once however many read it. That is a minimum cut: 0 is the sour
 capacity where u is 0 and v is 1, and an edge without capacity forbids that.
 
 Operators that meet on the server run in one block, in the round of the last. A projection that its sum makes wait reads
-again what others have read rounds before, under another secret: such an upload is charged to the sum. In prepared mode
-what goes up is what the weights read, padding included, on whichever side movements in front of them are; so padding is
-the same for all placements.
+again what others have read rounds before, under another secret: such an upload is charged to the sum, padding included
+(`partitioner.uploads`). In prepared mode what goes up is what the weights read, on whichever side movements in front of
+them are; so the padding of all other uploads is the same for all placements, and left out.
 
 Example: the sum of two convolutions belongs on the server, which then answers one value instead of two; average pooling
 after a nonlinearity belongs on the node, which then uploads fewer.
@@ -32,8 +32,9 @@ import onnx_ir as ir
 
 from heinfer.errors import Offence, UnsupportedModelError
 from partitioner.costs import DOWN, UP
-from partitioner.lowering import Lowered, Placement, constant
+from partitioner.lowering import Lowered, Placement
 from partitioner.shapes import Shape
+from partitioner.uploads import values_up
 
 
 class Side(Enum):
@@ -76,14 +77,13 @@ def place(
     index = {node: i for i, node in enumerate(model.graph)}
     graph: nx.DiGraph[Any] = nx.DiGraph()
     graph.add_nodes_from((_SOURCE, _SINK))
-    late = _late_uploads(model, lowered, shapes)
     for node in model.graph:
         kind = Placement.NODE if node in on_node else lowered[node].placement
         if kind is not Placement.WEIGHTED:
             makes_result = any(value.is_graph_output() for value in node.outputs)
             _add_operator(graph, index[node], kind, makes_result, node in on_server)
-            if kind is not Placement.NODE and node in late:
-                graph.add_edge(_variable(index[node], "node"), _SINK, capacity=late[node] * UP)
+    for charges in _late_uploads(model, lowered, shapes).values():
+        _add_late(graph, {index[node]: values for node, values in charges.items() if node not in on_node})
     for value in _values(model):
         shape = shapes.get(str(value.name))
         if shape is not None:
@@ -127,6 +127,24 @@ def _add_operator(graph: nx.DiGraph[Any], node: int, kind: Placement, makes_resu
         graph.add_edge(_SOURCE, before)
 
 
+def _add_late(graph: nx.DiGraph[Any], charges: Mapping[int, int]) -> None:
+    """Charge one late upload once, however many operators make others wait for it: the largest that any of them needs.
+
+    What is fewer than nothing is charged to the operator that does not wait.
+    """
+    before = 0
+    waiting = sorted(charges, key=lambda node: charges[node])
+    for position, node in enumerate(waiting):
+        more = charges[node] - max(before, 0)
+        before = charges[node]
+        if more < 0:
+            graph.add_edge(_SOURCE, _variable(node, "node"), capacity=-more * UP)
+        elif more > 0:
+            charge: _Vertex = ("late", node, "charge")
+            graph.add_edge(charge, _SINK, capacity=more * UP)
+            graph.add_edges_from((_variable(other, "node"), charge) for other in waiting[position:])
+
+
 def _add_value(
     graph: nx.DiGraph[Any], value: ir.Value, size: int, index: Mapping[ir.Node, int], lowered: Mapping[ir.Node, Lowered]
 ) -> None:
@@ -162,7 +180,7 @@ def _values(model: ir.Model) -> Iterator[ir.Value]:
 
 def _late_uploads(
     model: ir.Model, lowered: Mapping[ir.Node, Lowered], shapes: Mapping[str, Shape]
-) -> dict[ir.Node, int]:
+) -> dict[tuple[ir.Value, int], dict[ir.Node, int]]:
     """Return the values that go up once more where free operators wait for one another on the server.
 
     Args:
@@ -171,12 +189,13 @@ def _late_uploads(
         shapes: shapes per sample.
 
     Returns:
-        By the operator that makes weighted ones in front of it wait: values that these read and that others have read
-        before. Each weighted operator is charged to the first that makes it wait.
+        By what is read again, and the round: operators that make weighted ones in front of them wait, and how many
+        values more go up for these in a block of their own than in one with others that read the same; negative where
+        it is fewer. Each weighted operator is charged to the first that makes it wait.
     """
     rounds = _earliest_rounds(model, lowered)
     behind: dict[ir.Value, frozenset[ir.Node]] = {}  # weighted operators that a value follows, still encrypted
-    found: dict[ir.Node, int] = {}
+    found: dict[tuple[ir.Value, int], dict[ir.Node, int]] = {}
     charged: set[ir.Node] = set()
     for node in model.graph:
         if lowered[node].placement is Placement.WEIGHTED:
@@ -188,11 +207,13 @@ def _late_uploads(
         met = frozenset().union(*(behind[value] for value in sources))
         behind.update(dict.fromkeys(node.outputs, met))
         last = max((rounds[n] for n in met), default=0)
-        waiting = [n for n in met - charged if rounds[n] < last]
-        charged.update(waiting)
-        extra = sum(_read_again(n, met, lowered, shapes) for n in waiting)
-        if extra:
-            found[node] = extra
+        late: dict[ir.Value, list[ir.Node]] = {}
+        for waiting in met - charged:
+            if rounds[waiting] < last:
+                charged.add(waiting)
+                late.setdefault(lowered[waiting].sources[0], []).append(waiting)
+        for value, readers in late.items():
+            found.setdefault((value, last), {})[node] = _read_again(value, readers, met, lowered, shapes)
     return found
 
 
@@ -210,15 +231,23 @@ def _earliest_rounds(model: ir.Model, lowered: Mapping[ir.Node, Lowered]) -> dic
 
 
 def _read_again(
-    node: ir.Node, met: Collection[ir.Node], lowered: Mapping[ir.Node, Lowered], shapes: Mapping[str, Shape]
+    value: ir.Value,
+    late: Collection[ir.Node],
+    met: Collection[ir.Node],
+    lowered: Mapping[ir.Node, Lowered],
+    shapes: Mapping[str, Shape],
 ) -> int:
-    """Return the values that a weighted operator reads; 0 where no other reads them in an earlier round."""
-    (value,) = lowered[node].sources
-    readers = [u.node for u in value.uses() if u.node not in met and lowered[u.node].placement is Placement.WEIGHTED]
+    """Return how many values more go up where weighted operators read one in a later round than others do.
+
+    Fewer where together they need more: two strides without a common step take all positions.
+    """
+    readers = dict.fromkeys(use.node for use in value.uses() if lowered[use.node].placement is Placement.WEIGHTED)
+    early = [node for node in readers if node not in met]
     shape = shapes.get(str(value.name))
-    if not readers or shape is None:
+    if not early or shape is None:
         return 0
-    weights, made = constant(node.inputs[1]), shapes.get(str(node.outputs[0].name))
-    if node.op_type == "Conv" and weights is not None and made is not None and prod(weights.shape[2:]) == 1:
-        return shape[0] * prod(made[1:])  # what strides skip is not uploaded
-    return prod(shape)
+    apart, of_others, together = (
+        values_up(shape, [emit for node in nodes if (emit := lowered[node].emit) is not None])
+        for nodes in (late, early, (*late, *early))
+    )
+    return apart + of_others - together

@@ -134,7 +134,7 @@ def _tied(program: Program, largest: Mapping[str, Floats]) -> dict[str, Floats]:
     for step in program.steps:
         merged = frozenset().union(*(origins[s] for s in sources_of(step)))
         origins.append(_own(step) or merged)
-        if isinstance(step, Sum):
+        if merged and isinstance(step, Sum):  # in front of weights there is nothing to share
             touching = [g for g in groups if g & merged]
             groups = [g for g in groups if not g & merged] + [merged.union(*touching)]
     for names in groups:

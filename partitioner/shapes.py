@@ -50,7 +50,17 @@ def check_consistency(model: ir.Model) -> None:
     Raises:
         UnsupportedModelError: onnx's inference finds the model inconsistent, or a value that is too large for a block.
     """
-    _refuse_large(_at_batch(model, 1))
+    varying = _varying(model)
+    _refuse_large({name: shape for name, shape in _at_batch(model, 1).items() if name in varying})
+
+
+def _varying(model: ir.Model) -> set[str]:
+    """Return the names of values that depend on the inputs: the others are weights, which may be larger."""
+    found = set(model.graph.inputs)
+    for node in model.graph:
+        if any(value in found for value in node.inputs):
+            found.update(node.outputs)
+    return {str(value.name) for value in found}
 
 
 def _refuse_large(shapes: Mapping[str, Shape]) -> None:

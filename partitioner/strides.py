@@ -2,7 +2,7 @@
 
     requires  a simplified, folded model
     ensures   no convolution makes planes of which all that reads them, behind operators that act position by position,
-              takes every s-th row and column alone
+              takes every s-th row and column alone, unless what it reads would then cost more, going up again
 
     Conv 3x3 --> Relu --> Conv 1x1 --> Add --> Relu --+--> Conv 1x1, stride 2
                                         ^             +--> Conv 1x1, stride 2
@@ -16,8 +16,11 @@
 
 A window of one point with stride s reads the positions 0, s, 2s and so on. What acts position by position can be given
 these alone, and a convolution of stride t makes them with stride s t. So three quarters of the values do not come down,
-and those that remain are the same numbers. A residual network of 2015 halves its planes that way at the start of three
-stages (He et al. 2016, "Deep residual learning for image recognition", section 3.4 and table 1: stride 2 in conv3_1).
+and those that remain are the same numbers. Residual networks halve their planes at the start of three stages (He et al.
+2016, "Deep residual learning for image recognition", table 1); those with the stride in the first convolution of a
+stage, of 1x1, read every second row and column of what they add to. Where it is in the 3x3 convolution behind, the
+first one reads all, and nothing moves. Nor does it where windows of one upload would differ, and more go up than need
+not come down.
 
 Worked example: 5 rows, stride 2: rows 0, 2, 4 are read. A 3x3 convolution of 5 rows with padding 1 makes them with
 stride 2 and padding 1: its windows begin at rows -1, 1 and 3, as the first, third and fifth did. Of 6 rows it makes the
@@ -27,8 +30,8 @@ same three, and the padding below, which only the sixth read, goes.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from math import gcd
+from dataclasses import dataclass, replace
+from math import gcd, prod
 from typing import Any, Final
 
 import numpy as np
@@ -36,11 +39,13 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 from numpy.typing import NDArray
 
+from partitioner.convolutions import MOST_AXES, convolution
 from partitioner.folding import take_over
 from partitioner.homogeneous import NOTE
 from partitioner.lowering import constant, operand
 from partitioner.misfits import blamed
 from partitioner.shapes import Shape, infer_shapes
+from partitioner.uploads import Emit, values_up
 from partitioner.windows import Geometry, sliding_window
 
 _STRIDED: Final = "makes only the rows and columns that are read"
@@ -94,7 +99,7 @@ def _stride_once(model: ir.Model, pinned: frozenset[ir.Node]) -> bool:
         with blamed(node):
             steps = None if node.graph is None else _steps(value, shapes, pinned)
             region = None if steps is None else _region(model, value, shapes, pinned)
-            if steps is not None and region is not None and region.convolutions:
+            if steps is not None and region is not None and _saves(region, steps, shapes):
                 _apply(model, value, steps, region, shapes)
                 common_passes.NameFixPass()(model)
                 shapes, changed = infer_shapes(model), True
@@ -172,8 +177,10 @@ def _region(model: ir.Model, value: ir.Value, shapes: Mapping[str, Shape], pinne
     inner: list[ir.Node] = []
     for node in reversed(list(model.graph)):
         made = node.outputs[0]
+        if made not in wanted or node in pinned:
+            continue
         others = any(use.node not in inner for use in made.uses()) or made.is_graph_output()
-        if made not in wanted or node in pinned or (others and made is not value):
+        if others and made is not value:
             continue
         if _makes(node, shapes):
             convolutions.append(node)
@@ -185,11 +192,18 @@ def _region(model: ir.Model, value: ir.Value, shapes: Mapping[str, Shape], pinne
 
 
 def _makes(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
-    """Whether a node is a convolution with constant weights, and its shapes are known."""
+    """Whether a node is a convolution with constant weights that the server can run, and its shapes are known."""
+    return _own_window(node, shapes) is not None
+
+
+def _own_window(node: ir.Node, shapes: Mapping[str, Shape]) -> Geometry | None:
+    """Return the window of a convolution with constant weights over 1 to 3 axes; None for anything else."""
     if node.op_type != "Conv":
-        return False
+        return None
     source, target = (shapes.get(str(value.name)) for value in (operand(node, 0), node.outputs[0]))
-    return source is not None and target is not None and _window(node, source, target) is not None
+    if source is None or target is None or not 1 < len(source) <= MOST_AXES + 1:
+        return None
+    return _window(node, source, target)
 
 
 def _planes(node: ir.Node, shapes: Mapping[str, Shape]) -> list[ir.Value] | None:
@@ -218,6 +232,45 @@ def _planes(node: ir.Node, shapes: Mapping[str, Shape]) -> list[ir.Value] | None
     return found
 
 
+# -- what it saves ----------------------------------------------------------------------------------------------------
+
+
+def _saves(region: _Region, steps: Shape, shapes: Mapping[str, Shape]) -> bool:
+    """Whether no more values go up than need not come down.
+
+    Convolutions that read one value share an upload as long as their windows do (`partitioner.uploads`). Of all that a
+    region makes the largest comes down at least: the rest may be added to it under encryption.
+    """
+    made = [shapes[str(node.outputs[0].name)] for node in region.convolutions]
+    down = [prod(shape) - shape[0] * prod(_strided_sizes(shape[1:], steps)) for shape in made]
+    return bool(down) and _added_up(region, steps, shapes) <= max(down)
+
+
+def _added_up(region: _Region, steps: Shape, shapes: Mapping[str, Shape]) -> int:
+    """Return how many values more go up for what a region reads, where others read it too."""
+    added = 0
+    for value in dict.fromkeys(operand(node, 0) for node in region.convolutions):
+        readers = {node: window for use in value.uses() if (window := _own_window(node := use.node, shapes))}
+        if len(readers) > 1:
+            shape = shapes[str(value.name)]
+            after = {n: _strided(n, steps, shapes) if n in region.convolutions else w for n, w in readers.items()}
+            before, then = ([_emit(n, w) for n, w in windows.items()] for windows in (readers, after))
+            added += values_up(shape, then) - values_up(shape, before)
+    return added
+
+
+def _emit(node: ir.Node, window: Geometry) -> Emit:
+    """Return what appends a convolution with some window to a program."""
+    weights, group = constant(node.inputs[1]), node.attributes.get_int("group", 1)
+    assert weights is not None  # `_own_window` has looked
+    return lambda builder, values: convolution(builder, values[0], weights, window, group)
+
+
+def _strided_sizes(sizes: Shape, steps: Shape) -> Shape:
+    """Return the positions that are left along every axis."""
+    return tuple(-(-size // step) for size, step in zip(sizes, steps, strict=True))
+
+
 # -- what changes -----------------------------------------------------------------------------------------------------
 
 
@@ -232,17 +285,21 @@ def _apply(model: ir.Model, value: ir.Value, steps: Shape, region: _Region, shap
 
 def _multiply_strides(node: ir.Node, steps: Shape, shapes: Mapping[str, Shape]) -> None:
     """Let a convolution make every `steps`-th position, with the padding that these read."""
-    source, target = (shapes[str(value.name)] for value in (operand(node, 0), node.outputs[0]))
-    window = _window(node, source, target)
+    window = _strided(node, steps, shapes)
+    node.attributes.pop("auto_pad", None)
+    node.attributes["strides"] = ir.AttrInt64s("strides", window.strides)
+    node.attributes["pads"] = ir.AttrInt64s("pads", (*window.begin, *window.end))
+    _note(node, _STRIDED)
+
+
+def _strided(node: ir.Node, steps: Shape, shapes: Mapping[str, Shape]) -> Geometry:
+    """Return the window with which a convolution makes every `steps`-th position."""
+    source, window = shapes[str(operand(node, 0).name)][1:], _own_window(node, shapes)
     assert window is not None  # `_makes` has looked
     strides = tuple(s * step for s, step in zip(window.strides, steps, strict=True))
-    output = tuple(-(-size // step) for size, step in zip(window.output, steps, strict=True))
-    reach = Geometry(window.kernel, strides, window.begin, window.end, window.dilations, output).reach
-    end = [max(0, r - b - size) for r, b, size in zip(reach, window.begin, source[1:], strict=True)]
-    node.attributes.pop("auto_pad", None)
-    node.attributes["strides"] = ir.AttrInt64s("strides", strides)
-    node.attributes["pads"] = ir.AttrInt64s("pads", (*window.begin, *end))
-    _note(node, _STRIDED)
+    moved = replace(window, strides=strides, output=_strided_sizes(window.output, steps))
+    end = tuple(max(0, r - b - size) for r, b, size in zip(moved.reach, window.begin, source, strict=True))
+    return replace(moved, end=end)
 
 
 def _slice(model: ir.Model, value: ir.Value, steps: Shape, region: _Region) -> None:
@@ -279,7 +336,7 @@ def _divide_strides(model: ir.Model, node: ir.Node, value: ir.Value, steps: Shap
         assert old is not None
         rank = len(steps) + _PLANE
         new = np.array([step // steps[axis % rank - _PLANE] for axis, step in zip(axes, old, strict=True)])
-        node.replace_input_with(4, _constant(model, f"{node.name}.steps", new.astype(np.int64)))
+        node.replace_input_with(4, _constant(model, f"{node.name}.steps", new.astype(old.dtype)))
         left = bool(np.any(new > 1))
     else:
         strides = node.attributes.get_ints("strides", (1,) * len(steps))

@@ -202,8 +202,9 @@ class BatchUpload:
             packed = np.frombuffer(data, np.uint8).reshape(-1, size)
             if found + len(packed) > expected:
                 raise RemoteProtocolError(f"expected {expected} rows, found more")
+            residues = unpack(packed, self._samples, modulus)  # without a check too: they must be below q
             if answered is not None:
-                answered.add(found, unpack(packed, self._samples, modulus))
+                answered.add(found, residues)
             groups.append(packed)
             found += len(packed)
             check_s += time.perf_counter() - begun

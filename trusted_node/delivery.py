@@ -8,8 +8,8 @@ What is kept are rows as they were sent, until the answer has been accepted. All
 budget; an upload that finds no room there is not kept, and so not sent again. A query has four uploads under way at
 most, and the node works on a few groups at once, so what can be kept is bounded in any case.
 
-How long: `Limits.retry_s` after the first failure of an upload, and never later than `Limits.query_s` after its query
-began. Time alone decides, nothing that the data say.
+How long: `Limits.retry_s` after the first failure of an upload, and never beyond its last moment, at which an answer
+that still comes ends too. Time alone decides, nothing that the data say.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Delivery:
         replicas: servers that may be asked.
         limits: sizes and times.
         kept: memory for all rows that are kept.
-        query_began: when its query did (`time.monotonic`).
+        last_moment: after which nothing more of it is sent or waited for (`time.monotonic`).
     """
 
-    def __init__(self, replicas: Replicas, limits: Limits, kept: MemoryBudget, query_began: float) -> None:
+    def __init__(self, replicas: Replicas, limits: Limits, kept: MemoryBudget, last_moment: float) -> None:
         self._replicas = replicas
         self._limits = limits
         self._budget = kept
-        self._last_moment = query_began + limits.query_s
+        self._last_moment = last_moment
         self._announced: tuple[int, int, Mode] | None = None
         self._rows: list[_Rows] = []
         self._whole: bytes | memoryview | None = None
@@ -166,6 +166,7 @@ class Delivery:
 
     def _connect(self) -> LinkSession:
         self._link, self._session = self._replicas.acquire(self._avoid, self._deadline)
+        self._session.ends_at = self._last_moment
         return self._session
 
     def _try(self, action: Callable[[], None]) -> None:
@@ -203,7 +204,8 @@ class Delivery:
         if over or link is None or not self._repeatable or replicas.closed or not replicas.has_other(self._avoid):
             self.close()
             raise error if link is not None or self._failure is None else self._failure  # what happened, not a wait
-        self._link, self._failure = None, error
+        # Its frames hold what there was of the answer, and room was taken for one.
+        self._link, self._failure = None, error.with_traceback(None)
         logger.info("sending again after %s, attempt %d", type(error).__name__, self._attempts)
 
     @staticmethod

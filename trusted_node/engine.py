@@ -10,12 +10,13 @@ the group goes on with encrypted zeros to the end and only the client is told (d
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +28,16 @@ from heinfer.plan import NodeBundle, Plan, RoundStep
 from heinfer.plan.execution import NodeStepError, PlanRunner, Tensors
 from heinfer.plan.forecast import GROUP_BYTES as PREPARED_BYTES
 from heinfer.plan.forecast import GROUP_SAMPLES as PREPARED_SAMPLES
-from heinfer.plan.forecast import GROUPS_IN_FLIGHT
+from heinfer.plan.forecast import GROUPS_IN_FLIGHT, answer_bytes
 from heinfer.processes import core_count
+from heinfer.units import size as readable
 from heinfer.wire import Limits, MemoryBudget, Mode
-from heinfer.wire.budget import machine_memory
+from heinfer.wire.budget import DEFAULT_SHARE, machine_memory
 from trusted_node.batches import BatchMaterials, BatchUpload
 from trusted_node.delivery import Delivery
 from trusted_node.integrity import AnswerChecks
 from trusted_node.link import ServerLink
-from trusted_node.modes import ModeChoice, choose_mode
+from trusted_node.modes import NAMES, ModeChoice, choose_mode
 from trusted_node.pool import PreparedPool, Taken
 from trusted_node.prepared_uploads import PreparedUpload
 from trusted_node.replicas import Replicas
@@ -47,8 +49,12 @@ from trusted_node.workers import CryptoPool
 #: Uploads of one group under way at once; each holds a session, of which a server serves a limited number.
 UPLOADS_IN_FLIGHT = 4
 _WARM_UPS = 3
-#: Of the machine's memory, for uploads that may have to be sent again.
-_KEPT_SHARE = 0.25
+#: What a node gives to queries, half of the machine's memory where nothing is said, is shared out in three: values and
+#: results, uploads that may have to be sent again, and answers, which are held until all of them has been checked.
+MEMORY_SHARES = 3
+#: Seconds after its making at which a mask may not be used any more: what is in memory for long is there to be stolen,
+#: and a server could draw a group's rounds out.
+MASK_LIFETIME_S = 1800.0
 
 AnyUpload = Upload | PreparedUpload | BatchUpload
 
@@ -89,6 +95,11 @@ def check_inputs(plan: Plan, inputs: Mapping[str, NDArray[Any]]) -> int:
     return samples.pop()
 
 
+def default_share() -> int:
+    """Return the bytes of one of a node's shares of memory where nothing is said."""
+    return int(DEFAULT_SHARE * machine_memory()) // MEMORY_SHARES
+
+
 class Engine:
     """Runs queries; safe to use from several threads.
 
@@ -100,7 +111,8 @@ class Engine:
         prepared: prepared queries; needed where the plan has prepared mode and the choice is not standard.
         choice: which mode queries run in.
         check: whether answers are checked before they are used; without, the server must be trusted to be honest.
-        kept_bytes: memory for uploads that may have to be sent again; None: a quarter of the machine's.
+        kept_bytes: memory for uploads that may have to be sent again; None: a sixth of the machine's.
+        answer_bytes: memory for answers of standard mode and of batches; likewise.
 
     Raises:
         InputError: prepared mode is asked for, and the plan has none.
@@ -116,6 +128,7 @@ class Engine:
         choice: ModeChoice = ModeChoice.AUTO,
         check: bool = True,
         kept_bytes: int | None = None,
+        answer_bytes: int | None = None,
     ) -> None:
         self.bundle = bundle
         self.replicas = servers if isinstance(servers, Replicas) else Replicas([servers])
@@ -123,7 +136,9 @@ class Engine:
         self.limits = limits
         self.prepared = prepared
         self.choice = choice
-        self._kept = MemoryBudget(kept_bytes or int(machine_memory() * _KEPT_SHARE))
+        self._kept = MemoryBudget(kept_bytes or default_share())
+        # Who has waited for all of a query's time would not get far with the room.
+        self._answers = MemoryBudget(answer_bytes or default_share(), wait_s=limits.query_s)
         self._checks = AnswerChecks(bundle) if check else None
         if choose_mode(bundle.plan, choice, 1) is Mode.PREPARED and prepared is None:
             raise InputError("prepared mode needs a pool of prepared queries")
@@ -154,15 +169,17 @@ class Engine:
             trace_samples: leading samples whose values around every block are returned too.
 
         Raises:
-            InputError: inputs don't fit, or hold NaN or infinity; nothing was sent.
+            InputError: inputs don't fit, or hold NaN or infinity, or an answer would not fit into memory; nothing was
+                sent.
             DataError: a value inside the model is not finite.
-                RemoteProtocolError: the server failed.
+            RemoteProtocolError: the server failed.
             IntegrityError: the server computed something else, now or too often before.
         """
         plan = self.bundle.plan
         samples = check_inputs(plan, inputs)
         mode = choose_mode(plan, self.choice, samples, self._batches is not None)
         size = self._group_size(mode)
+        self._check_room(mode, min(samples, size))
         statistics = QueryStatistics.empty(len(plan.blocks), plan.rounds)
         statistics.mode = mode.name.lower()
         if mode is Mode.PREPARED and self.prepared is not None:
@@ -199,9 +216,21 @@ class Engine:
             raise failures[0]
         return results
 
-    def start_delivery(self, query_began: float) -> Delivery:
-        """Make what carries one upload of a query that began then (`time.monotonic`)."""
-        return Delivery(self.replicas, self.limits, self._kept, query_began)
+    def start_delivery(self, last_moment: float) -> Delivery:
+        """Make what carries one upload, whose time is over then (`time.monotonic`)."""
+        return Delivery(self.replicas, self.limits, self._kept, last_moment)
+
+    def answer_room(self, blocks: Sequence[int], mode: Mode, samples: int) -> AbstractContextManager[None]:
+        """Hold room for the largest answer of a round: a group reads them one after the other, each as a whole.
+
+        It is taken before a request is opened, by who holds no other, so nobody waits for ever. Prepared samples take
+        more than their answers and are bounded by themselves.
+
+        Raises:
+            RefusedError: there was no room in time.
+        """
+        needed = self._answer_bytes(blocks, mode, samples)
+        return self._answers.room(needed) if needed else nullcontext()
 
     def start_upload(
         self, block: int, delivery: Delivery, mode: Mode, taken: Taken | None, statistics: QueryStatistics
@@ -214,6 +243,22 @@ class Engine:
             assert self._batches is not None  # the mode is chosen only where there are hints
             return BatchUpload(self.bundle, block, delivery, self._batches, statistics, self.limits, check)
         return Upload(self.bundle, block, delivery, self.pool, statistics, self.limits, check)
+
+    def _answer_bytes(self, blocks: Iterable[int], mode: Mode, samples: int) -> int:
+        if mode is Mode.PREPARED:
+            return 0
+        plan = self.bundle.plan
+        return max(answer_bytes(plan, plan.blocks[block], NAMES[mode], samples) for block in blocks)
+
+    def _check_room(self, mode: Mode, samples: int) -> None:
+        """Refuse a query of which an answer would not fit, before anything is sent."""
+        needed = self._answer_bytes(range(len(self.bundle.plan.blocks)), mode, samples)
+        if needed > self._answers.total:
+            raise InputError(
+                f"a block's answer in {NAMES[mode]} mode has {readable(needed)}, which are held until all of it has "
+                f"been checked, and {readable(self._answers.total)} are there for answers: raise --memory, of which "
+                f"they have one part in {MEMORY_SHARES}, or send fewer samples at a time"
+            )
 
     def _group_size(self, mode: Mode) -> int:
         if mode is not Mode.PREPARED or self.prepared is None:
@@ -230,14 +275,16 @@ class _Group:
         self._statistics = statistics
         self._traced = traced
         self._mode = mode
+        self._samples = 0
         self._taken: Taken | None = None
         self.trace: dict[str, NDArray[Any]] = {}
         self._failure: DataError | None = None
-        self._began = time.monotonic()
+        self._last_moment = math.inf
         self._away_s = 0.0
 
     def run(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
         """Run all steps; raise what the data caused only when the server has seen all rounds."""
+        self._last_moment = time.monotonic() + self._engine.limits.query_s
         if self._mode is not Mode.PREPARED:
             return self._run_watched(inputs)
         pool = self._engine.prepared
@@ -245,6 +292,7 @@ class _Group:
         with pool.online():
             self._taken = pool.take(len(next(iter(inputs.values()))))
             self._statistics.add_preparation(self._taken.pooled, self._taken.seconds)
+            self._last_moment = min(self._last_moment, self._taken.made_at + MASK_LIFETIME_S)
             try:
                 return self._run_watched(inputs)
             finally:
@@ -253,9 +301,9 @@ class _Group:
 
     def _run_watched(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
         started = time.perf_counter()
-        samples = len(next(iter(inputs.values())))
+        self._samples = len(next(iter(inputs.values())))
         try:
-            outputs = self._run_steps(inputs, samples)
+            outputs = self._run_steps(inputs)
         except BrokenProcessPool as error:
             raise HeinferError("a process that encrypts died; the query was dropped, ask again") from error
         self._statistics.add_group(time.perf_counter() - started - self._away_s)
@@ -266,26 +314,30 @@ class _Group:
             raise self._failure
         return outputs
 
-    def _run_steps(self, inputs: Tensors, samples: int) -> dict[str, NDArray[Any]]:
+    def _run_steps(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
         try:
             return self._engine.runner.run(inputs, self._round)
         except NodeStepError as error:
             self._fail(f"the model's own operators failed on these data: {error}")
-            self._finish_with_zeros(error.position, samples)
+            self._finish_with_zeros(error.position)
             return {}
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or DataError(reason)
 
-    def _finish_with_zeros(self, position: int, samples: int) -> None:
+    def _finish_with_zeros(self, position: int) -> None:
         """Run the rounds after a step on zeros, so that the server sees what it always sees."""
         for step in self._plan.steps[position + 1 :]:
             if isinstance(step, RoundStep):
                 specs = [t for b in step.blocks for t in self._plan.blocks[b].inputs]
-                self._round(step, {t.name: np.zeros((samples, *t.shape), np.float32) for t in specs})
+                self._round(step, {t.name: np.zeros((self._samples, *t.shape), np.float32) for t in specs})
 
     def _round(self, step: RoundStep, tensors: Tensors) -> dict[str, NDArray[Any]]:
         """Send the blocks of a round, each by a delivery of its own, and receive them, a few at a time."""
+        with self._engine.answer_room(step.blocks, self._mode, self._samples):
+            return self._exchange(step, tensors)
+
+    def _exchange(self, step: RoundStep, tensors: Tensors) -> dict[str, NDArray[Any]]:
         made: dict[str, NDArray[Any]] = {}
         pending: deque[tuple[int, Delivery, AnyUpload]] = deque()
         try:
@@ -303,7 +355,7 @@ class _Group:
 
     def _send(self, index: int, tensors: Tensors, pending: deque[tuple[int, Delivery, AnyUpload]]) -> None:
         engine = self._engine
-        delivery = engine.start_delivery(self._began)
+        delivery = engine.start_delivery(self._last_moment)
         upload = engine.start_upload(index, delivery, self._mode, self._taken, self._statistics)
         pending.append((index, delivery, upload))
         checked = [self._finite(tensors[t.name], t.name) for t in self._plan.blocks[index].inputs]

@@ -6,12 +6,15 @@ messages over to other threads would cost more than anything else here. What com
 it is asked for, so that a slow peer costs time and not memory.
 
 Between the chunks of an upload a session looks whether the server has said something: one that fails in the middle is
-heard at once.
+heard at once. It also looks at the clock, so that no server draws an upload out beyond its time, however much of
+something it says.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -90,6 +93,7 @@ class ServerLink:
 
     def release(self, session: LinkSession) -> None:
         """Take a session back whose answers have all been read."""
+        session.ends_at = math.inf
         self._lender.release(session)
 
     def session(self) -> AbstractContextManager[LinkSession]:
@@ -115,6 +119,9 @@ class LinkSession:
         limits: sizes and times.
         security: TLS, or where plain text is allowed.
 
+    Attributes:
+        ends_at: moment (`time.monotonic`) after which no further message is sent or waited for.
+
     Raises:
         TransportError: the server's certificate is refused.
         RemoteProtocolError: the server can't be reached.
@@ -129,6 +136,7 @@ class LinkSession:
         security: Security = PlainText.ON_LOOPBACK,
     ) -> None:
         self._protocol = NodeSession(os.urandom(16), plan_hash, blocks, limits)
+        self.ends_at = math.inf
         self._incoming: deque[Received] = deque()
         self._connection = connect(address, limits, session_framing(limits), security)
 
@@ -219,7 +227,13 @@ class LinkSession:
     def _unexpected(event: Received, request_id: int) -> RemoteProtocolError:
         return RemoteProtocolError(f"expected the answer to request {request_id}, got {type(event).__name__}")
 
+    def _check_time(self) -> None:
+        if time.monotonic() >= self.ends_at:
+            self.close()
+            raise RemoteProtocolError("the time for this upload is over: its query, or what was prepared, is too old")
+
     def _put(self, event: NodeEvent) -> None:
+        self._check_time()
         if isinstance(event, Chunk):
             self._hear()
         try:
@@ -240,6 +254,7 @@ class LinkSession:
         return self._incoming.popleft()
 
     def _read(self) -> tuple[Received, ...]:
+        self._check_time()
         try:
             message = self._connection.receive()
             if message is None:

@@ -2,8 +2,9 @@
 
     idle node --> prepare one sample, until there are enough --> a query takes what is there, prepares what is missing
 
-A burst larger than the pool costs time and never fails. Entries expire within minutes, are wiped when the pool closes,
-and are dropped in a forked child.
+A burst larger than the pool costs time and never fails. Entries that wait here expire within minutes, are wiped when
+the pool closes, and are dropped in a forked child. A group of samples holds what it took until its last round, for
+`engine.MASK_LIFETIME_S` at most.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ class Taken:
     queries: list[PreparedQuery]
     pooled: int
     seconds: float
+
+    @property
+    def made_at(self) -> float:
+        """When the first of their secrets was drawn (`time.monotonic`)."""
+        return min(query.made_at for query in self.queries)
 
     def wipe(self) -> None:
         """Wipe all."""

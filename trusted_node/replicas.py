@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from heinfer.errors import ParameterError, RemoteProtocolError
+from heinfer.errors import IntegrityError, ParameterError, RemoteProtocolError
 from trusted_node.link import LinkSession, ServerLink
 
 #: Seconds that a server is left alone after its first failure, and at most.
@@ -73,15 +73,18 @@ class Replicas:
             RemoteProtocolError: no server is left, or none is ready in time, or we were closed.
             IntegrityError: the only ones left are in quarantine.
         """
-        standing, pause = self._choose(avoid)
-        if pause > max(0.0, deadline - time.monotonic()):
-            raise RemoteProtocolError(f"no server is ready in time: {self}")
-        if self._closed.wait(pause) if pause > 0 else self._closed.is_set():
-            raise RemoteProtocolError("the connection was closed")
-        try:
-            return standing.link, standing.link.acquire()
-        except Exception as error:
-            raise ServerError(standing.link, error) from error
+        while True:
+            standing, pause = self._choose(avoid)
+            if pause > max(0.0, deadline - time.monotonic()):
+                raise RemoteProtocolError(f"no server is ready in time: {self}")
+            if self._closed.wait(pause) if pause > 0 else self._closed.is_set():
+                raise RemoteProtocolError("the connection was closed")
+            try:
+                return standing.link, standing.link.acquire()
+            except Exception as error:
+                # By another upload's failure it came into quarantine after it was chosen; it won't be chosen again.
+                if not (isinstance(error, IntegrityError) and standing.in_quarantine):
+                    raise ServerError(standing.link, error) from error
 
     def record_failure(self, link: ServerLink) -> None:
         """Leave a server alone for a while; failures that come together count once."""

@@ -30,14 +30,15 @@ from heinfer.wire import (
     iterate_tensor_chunks,
     serve_queries,
 )
-from heinfer.wire.budget import machine_memory
-from trusted_node.engine import Engine
+from trusted_node.engine import Engine, default_share
 
 logger = logging.getLogger(__name__)
 #: Queries that are read, run or answered at once.
 WORKERS = 16
 #: Samples of one query: bounds what a query makes the node hold.
 MAX_SAMPLES = 65_536
+#: Samples of one query whose values inside the model may be asked for: reports take 32.
+MAX_TRACED_SAMPLES = 256
 
 
 class NodeService:
@@ -50,7 +51,7 @@ class NodeService:
         allow_trace: whether clients may ask for values inside the model, for reports.
         security: TLS with clients, or where plain text is allowed.
         tokens: the clients that are served; None: whoever connects.
-        memory: bytes for all queries together; None: a quarter of the machine's.
+        memory: bytes for all queries together; None: a sixth of the machine's.
 
     Raises:
         TransportError: the port is in use, or this is no way to listen there.
@@ -69,7 +70,7 @@ class NodeService:
         self._engine = engine
         self._limits = limits
         self._allow_trace = allow_trace
-        budget = MemoryBudget(memory or machine_memory() // 4, limits.room_s)
+        budget = MemoryBudget(memory or default_share(), limits.room_s)
         self._server = serve_queries(address, self, limits, WORKERS, security=security, tokens=tokens, memory=budget)
         self.address = self._server.address
 
@@ -97,10 +98,15 @@ class NodeService:
             yield Statistics(result.statistics.to_json())
 
     def needs(self, header: QueryHeader) -> int:
-        """Return the bytes that a query and its result take: as they travel, and as arrays."""
+        """Return the bytes that a query and its result take: as they travel, and as arrays.
+
+        Traced are inputs, outputs and the outputs' bounds of every block, in float32.
+        """
         samples = max((spec.shape[0] or 0 for spec in header.tensors), default=0)
         plan = self._engine.bundle.plan
-        return 2 * samples * sum(prod(t.shape) * np.dtype(t.dtype).itemsize for t in (*plan.inputs, *plan.outputs))
+        one = sum(prod(t.shape) * np.dtype(t.dtype).itemsize for t in (*plan.inputs, *plan.outputs))
+        values = sum(prod(t.shape) for block in plan.blocks for t in (*block.inputs, *block.outputs, *block.outputs))
+        return 2 * (samples * one + min(header.trace_samples, samples) * values * np.dtype(np.float32).itemsize)
 
     def check(self, header: QueryHeader) -> None:
         """Refuse a query by its announcement, before its values are read.
@@ -122,6 +128,11 @@ class NodeService:
                 raise InputError(f"a query may have {MAX_SAMPLES} samples, found {spec.shape[0]}; send several queries")
         if header.trace_samples and not self._allow_trace:
             raise InputError("this node does not return values inside the model; start it with --allow-trace")
+        if header.trace_samples > MAX_TRACED_SAMPLES:
+            raise InputError(
+                f"values inside the model can be asked for of {MAX_TRACED_SAMPLES} samples a query, found "
+                f"{header.trace_samples}; send several queries"
+            )
 
 
 def _specs(plan: Plan) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:

@@ -133,7 +133,10 @@ class Upload:
         return RowSums(weights, self._samples + ring.degree, ring.modulus)
 
     def _check_rows(self, announcement: BlockAnswer, arriving: Iterator[Chunk]) -> list[Chunk]:
-        """Receive all rows, and check them: none is decrypted before all have been seen."""
+        """Receive all rows, and check them: none is decrypted before all have been seen.
+
+        Without a check they must still be residues: what fails at decryption is not asked for again.
+        """
         wire_s = max(0.0, time.perf_counter() - self._sent_at - announcement.compute_s)
         self._statistics.add(self._index, server_s=announcement.compute_s, wire_s=wire_s)
         chunks: list[Chunk] = []
@@ -142,16 +145,15 @@ class Upload:
 
         def add_next() -> None:
             weighed = pending.popleft().result()
-            assert answered is not None  # nothing is weighed without a check
-            answered.add_sums(weighed.sums)
+            if answered is not None and weighed.sums is not None:
+                answered.add_sums(weighed.sums)
             self._statistics.add(self._index, check_s=weighed.seconds, decrypt_s=weighed.seconds)
 
         for chunk in arriving:
-            if answered is not None:
-                if len(pending) == TASKS_IN_FLIGHT:
-                    add_next()
-                weights = answered.weights(chunk.first_row, chunk.rows)
-                pending.append(self._pool.weigh(chunk.data, self._samples, weights))
+            if len(pending) == TASKS_IN_FLIGHT:
+                add_next()
+            weights = None if answered is None else answered.weights(chunk.first_row, chunk.rows)
+            pending.append(self._pool.weigh(chunk.data, self._samples, weights))
             chunks.append(chunk)
             self._statistics.add(self._index, ciphertexts_down=chunk.rows, bytes_down=len(chunk.data))
         while pending:

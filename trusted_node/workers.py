@@ -42,9 +42,9 @@ class Encrypted:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """The sum of rows, each times its weight: residues, shape (samples + N,), and the seconds that it took."""
+    """The sum of rows, each times its weight, where weights were given: residues, shape (samples + N,); the seconds."""
 
-    sums: NDArray[np.int64]
+    sums: NDArray[np.int64] | None
     seconds: float
 
 
@@ -135,13 +135,13 @@ class CryptoPool:
         """
         return self._submit(_encrypt, secret, values, scale, weights)
 
-    def weigh(self, rows: bytes, samples: int, weights: NDArray[np.float64]) -> Future[Weighed]:
-        """Sum rows as they arrived, each times its weight, coefficient by coefficient.
+    def weigh(self, rows: bytes, samples: int, weights: NDArray[np.float64] | None) -> Future[Weighed]:
+        """Look whether rows hold residues as they arrived; sum them, each times its weight, coefficient by coefficient.
 
         Args:
-            rows: packed rows.
+            rows: packed rows. Where a value is not below q the result is a `CiphertextError`.
             samples: coefficients of b that carry values.
-            weights: of every row, integers in [0, q).
+            weights: of every row, integers in [0, q); None: no sum is wanted.
         """
         return self._submit(_weigh, rows, samples, weights)
 
@@ -206,11 +206,11 @@ def _encrypt(
     return Encrypted(packed.tobytes(), sums, time.perf_counter() - started)
 
 
-def _weigh(rows: bytes, samples: int, weights: NDArray[np.float64]) -> Weighed:
+def _weigh(rows: bytes, samples: int, weights: NDArray[np.float64] | None) -> Weighed:
     started = time.perf_counter()
-    return Weighed(
-        _weighted_sum(_unpack_rows(rows, samples, len(weights)), samples, weights), time.perf_counter() - started
-    )
+    residues = _unpack_rows(rows, samples)
+    sums = None if weights is None else _weighted_sum(residues, samples, weights)
+    return Weighed(sums, time.perf_counter() - started)
 
 
 def _weighted_sum(residues: NDArray[np.int64], samples: int, weights: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -222,12 +222,12 @@ def _weighted_sum(residues: NDArray[np.int64], samples: int, weights: NDArray[np
     return sums_to_residues(sums, modulus)
 
 
-def _unpack_rows(rows: bytes, samples: int, count: int) -> NDArray[np.int64]:
+def _unpack_rows(rows: bytes, samples: int) -> NDArray[np.int64]:
     """Return residues of shape (rows, 2, N), checked to be below q."""
     parameters = _seal[0].parameters
     head = packed_bytes(samples)
-    packed = np.frombuffer(rows, np.uint8).reshape(count, head + packed_bytes(parameters.degree))
-    residues = np.zeros((count, 2, parameters.degree), np.int64)
+    packed = np.frombuffer(rows, np.uint8).reshape(-1, head + packed_bytes(parameters.degree))
+    residues = np.zeros((len(packed), 2, parameters.degree), np.int64)
     residues[:, 0, :samples] = unpack(packed[:, :head], samples, parameters.modulus)
     residues[:, 1] = unpack(packed[:, head:], parameters.degree, parameters.modulus)
     return residues
@@ -235,7 +235,7 @@ def _unpack_rows(rows: bytes, samples: int, count: int) -> NDArray[np.int64]:
 
 def _decrypt(secret: bytes, rows: bytes, samples: int, scale: NDArray[np.float64], terms: RowTerms) -> Decrypted:
     started = time.perf_counter()
-    residues = _unpack_rows(rows, samples, len(terms.scale))
+    residues = _unpack_rows(rows, samples)
     integers = _seal[0].open(secret).decrypt(residues)[:, :samples]
     values = integers / (scale * terms.scale[:, None]) + terms.bias[:, None]
     return Decrypted(values.astype(np.float32), time.perf_counter() - started)

@@ -158,7 +158,7 @@ def node_command(
     from heinfer.plan.signing import read_trusted_keys
     from heinfer.wire import Limits, block_shapes, parse_address, parse_size
     from heinfer.wire.query_service import check_serving
-    from trusted_node.engine import Engine
+    from trusted_node.engine import MEMORY_SHARES, Engine
     from trusted_node.link import ServerLink
     from trusted_node.modes import ModeChoice, choose_mode
     from trusted_node.pool import PreparedPool
@@ -169,7 +169,7 @@ def node_command(
 
     listening, serving, grace_s = parse_address(listen), [parse_address(s) for s in server], parse_duration(grace)
     limits = Limits(retry_s=parse_duration(retry), reply_s=parse_duration(reply))
-    room = None if memory is None else parse_size(memory) // 2
+    room = None if memory is None else parse_size(memory) // MEMORY_SHARES
     towards_server = security(tls, tls_ca, tls_cert, tls_key, insecure_plain_text)
     towards_clients = security(
         client_tls, client_tls_ca, client_tls_cert, client_tls_key, client_insecure_plain_text, "--client-"
@@ -194,7 +194,7 @@ def node_command(
                 err.print("seed and hints are older than 30 days: renew them with `heinfer partition --rotate`")
         else:
             pool.start()
-        engine = Engine(bundle, replicas, pool, limits, ready, choice, check=not unchecked, kept_bytes=room)
+        engine = Engine(bundle, replicas, pool, limits, ready, choice, not unchecked, room, room)
         if ready is not None:
             engine.warm_up()
             _fill(ready)

@@ -52,7 +52,8 @@ def outlines(program: Program, degree: int) -> Iterator[Outline]:
         degree: smallest N to use.
 
     Yields:
-        Outlines, the smallest degree first; none where a row of a window fits no degree up to `MAX_DEGREE`.
+        Outlines, the smallest degree first; none where a row of a window fits no degree up to `MAX_DEGREE`, and the
+        step has too many positions to be dense.
     """
     positions = {number: count for number, step in enumerate(program.steps) if (count := _choice(step))}
     for n in degrees_from(degree):
@@ -61,7 +62,7 @@ def outlines(program: Program, degree: int) -> Iterator[Outline]:
             try:
                 yield _Cutter(program, {}, n, dense).outline()
             except _TooLarge:
-                break
+                continue  # with dense hints for more steps it may fit
 
 
 def prepare_form(program: Program, maps: Maps, degree: int, dense: Collection[int] = ()) -> PreparedForm | None:
@@ -74,7 +75,7 @@ def prepare_form(program: Program, maps: Maps, degree: int, dense: Collection[in
         dense: numbers of steps that take a dense hint instead of a polynomial one. Vectors always do.
 
     Returns:
-        The cut; None where a row of a window does not fit into N coefficients.
+        The cut; None where a row of a window of a step that is not dense does not fit into N coefficients.
     """
     try:
         return _Cutter(program, maps, degree, dense).cut()

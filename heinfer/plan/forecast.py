@@ -216,6 +216,11 @@ def prepared_bytes(plan: Plan) -> int:
     return sum(_RESIDUE_BYTES * (form.values_up + form.values_down) for form in forms)
 
 
+def answer_bytes(plan: Plan, block: Block, mode: ModeName, samples: int) -> int:
+    """Return the payload of a block's answer to one group of samples."""
+    return _work(plan, block, mode, samples, 1).bytes_down
+
+
 def _work(plan: Plan, block: Block, mode: ModeName, samples: int, groups: int) -> Work:
     if mode != "prepared":
         return coefficient_work(plan.ring, block, mode, samples, groups)
@@ -303,7 +308,8 @@ def _server_memory(plan: Plan, works: list[Work]) -> int:
 def _node_memory(plan: Plan, mode: ModeName, samples: int, machine: Machine) -> int:
     """Return the node's peak: hints packed and transformed, polynomials, the pool, and a group under way.
 
-    In standard mode it has read hints, and prepares nothing: worker processes encrypt.
+    In standard mode it has read hints, and prepares nothing: worker processes encrypt. There and in batches every group
+    under way holds an answer until all of it has been checked.
     """
     group = min(samples, group_samples(plan, mode))
     forms = [block.prepared for block in plan.blocks if block.prepared is not None] if plan.has_prepared_mode else []
@@ -318,5 +324,8 @@ def _node_memory(plan: Plan, mode: ModeName, samples: int, machine: Machine) -> 
     if mode == "batch":
         rows = sum(block.input_rows + block.output_rows for block in plan.blocks)
         kept += rows * plan.ring.degree * _RESIDUE_BYTES
+    if mode != "prepared":
+        held = min(GROUPS_IN_FLIGHT, -(-samples // group))
+        kept += held * max(answer_bytes(plan, block, mode, group) for block in plan.blocks)
     values = max(block.input_rows + block.output_rows for block in plan.blocks)
     return NODE_BASE_BYTES + kept + group * (values * _VALUE_BYTES + prepared_bytes(plan) * (mode == "prepared"))

@@ -81,6 +81,7 @@ def prepared_work(program: Program, form: PreparedInfo, samples: int, groups: in
     """Count what a block takes in prepared mode: every sample has ciphertexts of its own."""
     up, down = samples * form.values_up, samples * form.values_down
     lanes, dense = _in_lanes(form.ciphertexts, samples), 0
+    secrets = samples if samples < LANES_OF_SAMPLES else _in_lanes(1, samples)  # few share lanes with other blocks'
     for kind, rows in zip(form.hints, form.rows, strict=True):
         match kind:
             case HintKind.POLYNOMIAL:
@@ -101,7 +102,7 @@ def prepared_work(program: Program, form: PreparedInfo, samples: int, groups: in
         bytes_up=samples * packed_bytes(form.values_up),
         bytes_down=samples * packed_bytes(form.values_down),
         prepared=samples if samples < LANES_OF_SAMPLES else -(-samples // LANES),
-        transformed=(lanes + samples) * form.degree,
+        transformed=(lanes + secrets) * form.degree,
         dense=samples * dense * form.degree,
         moved=samples * form.joined,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -258,8 +259,9 @@ def where(sketch: Sketch, x: Value) -> Value:
     condition = sketch.generator.random(factor_shape(sketch, x)) < 0.5
     if sketch.boolean():
         other: Value | np.ndarray = partner(sketch, x, broadcast=True)
-    else:
-        other = sketch.weights(*factor_shape(sketch, x))[0]
+    else:  # what the condition has enlarged is not to be enlarged to another size
+        joined = replace(x, full=np.broadcast_shapes(x.full, condition.shape))
+        other = sketch.weights(*factor_shape(sketch, joined))[0]
     magnitude = max(x.magnitude, other.magnitude if isinstance(other, Value) else 1.0)
     branches: list[Value | np.ndarray] = [x, other]
     return sketch.node("Where", [condition, *branches[:: sketch.one_of(1, -1)]], magnitude)

@@ -90,7 +90,7 @@ def conv_transpose(sketch: Sketch, x: Value) -> Value:
         reach = (length - 1) * strides[-1] + (kernel[-1] - 1) * dilations[-1] + 1 + extra[-1]
         before = sketch.integer(0, min(2, reach - 1))
         pads.append((before, sketch.integer(0, min(2, reach - 1 - before))))
-        lengths.append(sketch.integer(max(1, reach - 2), reach))
+        lengths.append(sketch.integer(max(length, reach - 2), reach))  # onnx's inference takes no smaller ones
     attributes: dict[str, Any] = {"strides": strides, "group": group}
     if set(dilations) != {1}:
         attributes["dilations"] = dilations

@@ -157,7 +157,7 @@ def test_batch_upload_wipes_its_secret_even_when_nothing_comes_back(folders: dic
         def __getattr__(self, name: str) -> object:
             raise RuntimeError("gone")
 
-    upload = BatchUpload(node, 0, Session(), BatchMaterials(node), None, None)  # type: ignore[arg-type]
+    upload = BatchUpload(node, 0, Session(), BatchMaterials(node), None, None, None)  # type: ignore[arg-type]
     values = [np.ones((2, *t.shape), np.float32) for t in node.plan.blocks[0].inputs]
     with pytest.raises(RuntimeError):
         upload.send(values, [np.ones(2) for _ in values])
@@ -174,7 +174,7 @@ def test_batch_upload_of_another_process_or_after_wipe_sends_nothing(
     node = load_node(folders["two_sided"] / "bundle" / "node")
     values = [np.ones((2, *t.shape), np.float32) for t in node.plan.blocks[0].inputs]
     for spoil in ("wipe", "process"):
-        upload = BatchUpload(node, 0, None, BatchMaterials(node), None, None)  # type: ignore[arg-type]
+        upload = BatchUpload(node, 0, None, BatchMaterials(node), None, None, None)  # type: ignore[arg-type]
         if spoil == "wipe":
             upload.wipe()
         else:

@@ -23,19 +23,22 @@ from heinfer.client import connect, evaluate
 from heinfer.client.journal import read_journal
 from heinfer.client.remote import RemoteModel
 from heinfer.client.report import Report
-from heinfer.errors import IntegrityError, RemoteProtocolError
+from heinfer.errors import InputError, IntegrityError, RemoteProtocolError
 from heinfer.plan import load_node, load_server
+from heinfer.ring import packed_bytes
 from heinfer.server.service import EvaluatorService
 from heinfer.wire import Address, Limits, QueryFailedError, QueryFailureCode, RefusedError, block_shapes, parse_address
 from heinfer.wire.codec import decode_node_event
 from heinfer.wire.messages import BlockRequest, FailureCode
+from partitioner import partition
 from tests.captured_traffic import Proxy
 from tests.meddling import Meddler, cut, cut_number, damage
 from tests.parties import LOOPBACK, Process, WatchedEvaluator, WatchedPool, parties, start
+from tests.small_models import dense_model
 from trusted_node.engine import Engine
 from trusted_node.link import ServerLink
 from trusted_node.modes import ModeChoice
-from trusted_node.pool import PreparedPool
+from trusted_node.pool import PreparedPool, Taken
 from trusted_node.preparation import Preparer
 from trusted_node.replicas import Replicas
 from trusted_node.service import NodeService
@@ -266,6 +269,161 @@ def test_closing_ends_a_wait_for_a_server(dense_bundle: Path, pool: WatchedPool)
         with pytest.raises(RemoteProtocolError):
             asked.result(20)
         assert time.monotonic() - started < 2
+
+
+# --- memory and time that a server can take --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def batch_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small dense model with hints for batches."""
+    folder = tmp_path_factory.mktemp("batch")
+    partition(dense_model(folder / "dense.onnx"), folder / "bundle", batch_hints=True)
+    return folder / "bundle"
+
+
+@pytest.fixture(params=["standard", "batch"])
+def row_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModeChoice:
+    """The modes in which a row is a value of all samples; small batches too are taken as batches."""
+    monkeypatch.setattr("trusted_node.modes.forecast_batch", lambda plan, samples: 0.0)
+    return ModeChoice.STANDARD if request.param == "standard" else ModeChoice.PREPARED
+
+
+def largest_answer(mode: ModeChoice, samples: int) -> int:
+    """Of the dense model's blocks: four rows."""
+    return 4 * (packed_bytes(samples) + (packed_bytes(2048) if mode is ModeChoice.STANDARD else 0))
+
+
+def test_answers_wait_for_room_before_they_are_asked_for(
+    batch_bundle: Path, pool: WatchedPool, row_mode: ModeChoice
+) -> None:
+    room = largest_answer(row_mode, len(X))
+    lock = threading.Lock()
+    with (
+        servers(batch_bundle, 1) as ((evaluator, server),),
+        replicated(batch_bundle, pool, [server.address], mode=row_mode, answer_bytes=room) as engine,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        honest, under_way, most = evaluator.evaluate, [0], [0]
+
+        def evaluate_slowly(block: int, x: np.ndarray) -> np.ndarray:
+            rows = len(honest(block, x))
+            with lock:
+                under_way[0] += rows
+                most[0] = max(most[0], under_way[0])
+            time.sleep(0.1)
+            with lock:
+                under_way[0] -= rows
+            return honest(block, x)
+
+        evaluator.evaluate = evaluate_slowly  # type: ignore[method-assign]
+        asked = [threads.submit(engine.infer, {"x": X}) for _ in range(3)]
+        for answer in asked:
+            assert answer.result(30).outputs["y"].shape == (2, 2)
+        assert most == [4]  # there is no room for more rows
+        assert engine._answers.used == 0
+        evaluator.evaluate = honest  # type: ignore[method-assign]
+        evaluator.fail = True
+        with pytest.raises(RefusedError):
+            engine.infer({"x": X})
+        assert engine._answers.used == 0
+
+
+def test_answer_that_would_not_fit_alone_is_refused_before_anything_is_sent(
+    batch_bundle: Path, pool: WatchedPool, row_mode: ModeChoice
+) -> None:
+    room = largest_answer(row_mode, 1)
+    with (
+        servers(batch_bundle, 1) as ((evaluator, server),),
+        replicated(batch_bundle, pool, [server.address], mode=row_mode, answer_bytes=room) as engine,
+    ):
+        found = engine.infer({"x": X[:1]})
+        assert max(block.bytes_down for block in found.statistics.blocks) == room
+        asked = len(evaluator.requests)
+        with pytest.raises(InputError, match=r"a block's answer in \w+ mode has .* raise --memory"):
+            engine.infer({"x": np.ones((33, 3), np.float32)})
+        assert len(evaluator.requests) == asked
+
+
+def test_answer_that_holds_no_residues_is_asked_for_elsewhere_without_a_check_too(
+    batch_bundle: Path, pool: WatchedPool, row_mode: ModeChoice
+) -> None:
+    with servers(batch_bundle, 2) as ((bad, one), (_, two)):
+        q = bad.bundle.plan.ring.modulus
+        honest = bad.evaluate
+        bad.evaluate = lambda block, x: np.full_like(honest(block, x), q)  # type: ignore[method-assign]
+        with replicated(batch_bundle, pool, [one.address, two.address], mode=row_mode, check=False) as engine:
+            assert engine.infer({"x": X}).outputs["y"].shape == (2, 2)
+            assert [link.conduct.failures > 0 for link in engine.replicas.links] == [True, False]
+
+
+def test_answer_that_keeps_coming_ends_with_the_time_of_its_query(dense_bundle: Path, pool: WatchedPool) -> None:
+    limits = Limits(chunk_bytes=26_000, query_s=1.0)  # a row a frame; there would be time to send it again
+
+    def late(_: random.Random, frame: bytes) -> bytes:
+        time.sleep(0.45)
+        return frame
+
+    with (
+        servers(dense_bundle, 1, limits) as ((evaluator, server),),
+        Meddler(server.address, down=late) as meddler,
+        replicated(dense_bundle, pool, [meddler.address], limits) as engine,
+    ):
+        started = time.monotonic()
+        with pytest.raises(RemoteProtocolError, match="the time for this upload is over"):
+            engine.infer({"x": np.ones((2048, 3), np.float32)})
+        assert time.monotonic() - started < 3
+        assert len(evaluator.requests) == 1
+
+
+def test_session_does_not_outlive_the_time_of_its_upload(dense_bundle: Path) -> None:
+    node = load_node(dense_bundle / "node")
+    with servers(dense_bundle, 1) as ((_, server),):
+        link = ServerLink(server.address, node.plan_hash, block_shapes(node.plan), PATIENT)
+        session = link.acquire()
+        session.ends_at = time.monotonic()
+        link.release(session)
+        again = link.acquire()
+        assert again is session
+        again.open_request(0, 1)  # another upload, of which nothing was said
+        again.ends_at = time.monotonic()
+        with pytest.raises(RemoteProtocolError, match="the time for this upload is over"):
+            again.send_rows(1, 0, 1, bytes(13_000))
+        link.close()
+
+
+def test_group_whose_masks_are_too_old_fails_and_wipes_them(
+    dense_bundle: Path, pool: WatchedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Taken] = []
+    take = PreparedPool.take
+
+    def watched(self: PreparedPool, samples: int) -> Taken:
+        taken.append(take(self, samples))
+        return taken[-1]
+
+    monkeypatch.setattr(PreparedPool, "take", watched)
+    with (
+        servers(dense_bundle, 1) as ((evaluator, server),),
+        replicated(dense_bundle, pool, [server.address], mode=ModeChoice.PREPARED) as engine,
+    ):
+        assert engine.infer({"x": X}).outputs["y"].shape == (2, 2)
+        assert evaluator.prepared is not None
+        run = evaluator.prepared._run
+
+        def run_slowly(block: int, x: np.ndarray) -> np.ndarray:
+            time.sleep(0.6)
+            return run(block, x)
+
+        evaluator.prepared._merger._run = run_slowly
+        assert engine.prepared is not None
+        engine.prepared.empty()  # fresh masks
+        monkeypatch.setattr("trusted_node.engine.MASK_LIFETIME_S", 0.5)
+        started = time.monotonic()
+        with pytest.raises(RemoteProtocolError, match="the time for this upload is over"):
+            engine.infer({"x": X})
+        assert time.monotonic() - started < 5
+        assert not any(query._masks or query._corrections for query in taken[-1].queries)
 
 
 # --- stopping, idling, dribbling -------------------------------------------------------------------------------------

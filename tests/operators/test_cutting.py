@@ -470,6 +470,15 @@ def test_outlines_make_steps_dense_from_the_fewest_positions_on() -> None:
         assert [hint.rows for hint in outline.hints] == rows
 
 
+def test_outlines_of_a_plane_that_fits_no_degree_are_dense_where_positions_are_few() -> None:
+    window = sliding(1, 9004, (1, 9000))
+    program, arrays = one_conv((1, 1, 9004), 2, window)
+    assert [(outline.degree, outline.dense) for outline in outlines(program, 2048)] == [
+        (n, (0,)) for n in (2048, 4096, 8192)
+    ]
+    check_equal_function(program, arrays, cut(program, arrays, dense=(0,)))
+
+
 def test_dense_steps_that_have_no_choice_are_not_dense_by_choice() -> None:
     program, arrays = one_matmul((100, 5), 2)
     form = cut(program, arrays, dense=(0, 7))

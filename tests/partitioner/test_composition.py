@@ -47,6 +47,22 @@ def test_transposed_convolution_and_convolution_are_one_block(pair: str, join: s
     assert "composed" in " ".join(found.plan.blocks[0].reasons)
 
 
+@pytest.mark.parametrize("third", [False, True])
+def test_all_transposed_convolutions_of_a_join_are_composed(third: bool, tmp_path: Path) -> None:
+    """What is left of the join behind the first pair is the second."""
+    more, joined = ("k = ConvTranspose <strides = [2, 2]> (b, s, s1)", "e, u, k") if third else ("", "e, u")
+    constants = {name: weights(2, 3, 2, 2, seed=seed) for seed, name in enumerate("tqs"[: 2 + third])}
+    constants |= {f"{name}1": weights(3) for name in constants}
+    constants |= {"w": weights(4, 9 if third else 6, 3, 3), "c1": weights(4)}
+    model = graph(
+        "g (float[n,2,8,8] x) => (float y) { b = Relu (x) e = ConvTranspose <strides = [2, 2]> (b, t, t1) "
+        f"u = ConvTranspose <strides = [2, 2]> (b, q, q1) {more} c = Concat <axis = 1> ({joined}) "
+        "y = Conv <pads = [1, 1, 1, 1]> (c, w, c1) }",
+        constants,
+    )
+    assert len(check(model, tmp_path).rounds) == 1
+
+
 SEPARATE = {
     "cropped": "u = ConvTranspose <strides = [2, 2], pads = [1, 1, 1, 1]> (b, t) y = Conv <pads = [1, 1, 1, 1]> (u, w)",
     "nonlinear": "a = ConvTranspose <strides = [2, 2]> (b, t) u = Relu (a) y = Conv (u, w)",
@@ -111,6 +127,16 @@ def test_average_behind_a_pointwise_convolution_moves_in_front(pool: str, result
     found = check(model, tmp_path)
     assert [block.input_rows for block in found.plan.blocks] == [4 * positions]
     assert "moved in front" in " ".join(r for s in found.plan.steps for r in getattr(s, "reasons", ()))
+
+
+def test_average_moves_in_front_of_all_pointwise_convolutions_of_a_row(tmp_path: Path) -> None:
+    model = graph(
+        "g (float[n,4,6,6] x) => (float y) { r = Relu (x) c = Conv (r, w) d = Conv (c, v, b) e = Conv (d, u) "
+        "y = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (e) }",
+        {"w": weights(5, 4, 1, 1), "v": weights(3, 5, 1, 1), "b": weights(3), "u": weights(6, 3, 1, 1)},
+    )
+    found = check(model, tmp_path)
+    assert [block.input_rows for block in found.plan.blocks] == [4 * 9, 5 * 9, 3 * 9]
 
 
 KEPT = {

@@ -150,3 +150,17 @@ def test_results_that_are_equal_keep_their_names(same: str, tmp_path: Path) -> N
     )
     assert [t.name for t in found.plan.outputs] == ["y", "z"]
     assert found.on_server == [["MatMul"]]
+
+
+def test_weights_may_be_larger_than_values_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matrix of VGG's first dense layer has 103 million elements, its transpose in the model as many again."""
+    monkeypatch.setattr("partitioner.shapes.LARGEST_VALUE", 20)
+    weighted = {"w": weights(7, 4), "v": weights(7, 2)}
+    text = "t = Transpose (w) a = MatMul (x, t) b = Relu (a) y = MatMul (b, v)"
+    assert check(graph(f"g (float[n,4] x) => (float y) {{ {text} }}", weighted), tmp_path).plan.rounds == 2
+    tiled = text.replace("y = MatMul (b, v)", "c = Expand (b, rows) y = MatMul (c, v)")
+    path = tmp_path / "tiled.onnx"
+    model = graph(f"g (float[n,4] x) => (float y) {{ {tiled} }}", weighted | {"rows": np.array([3, 7])})
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UnsupportedModelError, match=r"too large.*\n.*c .value.: it has 21 elements"):
+        import_model(path)

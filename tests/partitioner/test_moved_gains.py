@@ -37,6 +37,7 @@ def is_moved(found: Partitioned) -> bool:
 
 
 W = {"w": weights(5, 4, 3, 3)}
+TOO_LARGE, SMALL = np.full((4, 1, 1), 3e38, np.float32), weights(5, 4, 3, 3) * np.float32(1e-30)
 CHAINS: dict[str, tuple[str, Arrays]] = {
     "relu": (f"q = Relu (p) y = {CONV} (q, w)", W),
     "nothing_between": ("y = ConvTranspose (p, k)", {"k": weights(4, 3, 2, 2)}),
@@ -140,3 +141,24 @@ def test_precision_does_not_suffer_from_gains_of_different_sizes(tmp_path: Path)
     wide = check(normalised(*CHAINS["relu"], gains=[1e-3, 1.0, -1e3, 30.0]), tmp_path).plan
     even = check(normalised(*CHAINS["relu"], gains=[1.0, 1.0, -1.0, 1.0]), tmp_path).plan
     assert wide.blocks[0].unit_bound < 2 * even.blocks[0].unit_bound
+
+
+def test_gains_stay_where_what_is_added_would_leave_float32(tmp_path: Path) -> None:
+    """1.42 is 2 x 0.71, and 3e38 divided by 0.71 is no float32."""
+    found = check(
+        normalised(f"o = Add (p, a) q = Relu (o) y = {CONV} (q, w)", {"a": TOO_LARGE, "w": SMALL}, [1.42] * 4), tmp_path
+    )
+    assert "BatchNormalization" in found.server_operators
+    assert not is_moved(found)
+
+
+@pytest.mark.parametrize("pinned", ["between", "behind"])
+def test_gains_do_not_pass_a_pinned_operator(pinned: str, tmp_path: Path) -> None:
+    """Its numbers are what the model says: a Relu on the way, a convolution that would take the gains."""
+    model = normalised(f"q = Relu (p) r = LeakyRelu (q) y = {CONV} (r, w)", W)
+    model.graph.node[3].name, model.graph.node[-1].name = "between", "behind"
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    free, kept = (partition(path, tmp_path / name, on_node=on_node) for name, on_node in (("a", []), ("b", [pinned])))
+    assert [len(found.plan.blocks) for found in (free, kept)] == [1, 2 if pinned == "between" else 1]
+    assert ["BatchNormalization" in " ".join(f.plan.blocks[0].operators) for f in (free, kept)] == [False, True]

@@ -117,6 +117,47 @@ def test_strided_projection_uploads_only_what_it_reads() -> None:
     assert values(model, place) == values(model, patient) < values(model, first_come)
 
 
+#: Operators in front of y; outputs, kernels of v, w and p; what is best.
+WAITING: dict[str, tuple[str, tuple[int, int, int, int], Place]] = {
+    "padded": (
+        f"a = {CONV} (r, v) b = Relu (a) c = {CONV} (b, w) s = {CONV} (r, p) d = Add (c, s)",
+        (3, 3, 3, 3),
+        first_come,
+    ),
+    "padded_more_than_what_it_shares": (
+        f"a = Conv (r, v) b = Relu (a) c = {CONV} (b, w) s = {CONV} (r, p) d = Add (c, s)",
+        (3, 1, 3, 3),
+        patient,
+    ),
+    "steps_that_need_all_positions_together": (
+        "a = Conv <strides = [3, 3]> (r, v) b = Relu (a) c = Conv <pads = [1, 1, 1, 1]> (b, w) "
+        "s = Conv <strides = [2, 2]> (r, p) d = Concat <axis = 1> (c, s)",
+        (3, 1, 2, 1),
+        patient,
+    ),
+    "three_that_share_what_goes_up_again": (
+        f"a = {CONV} (r, v) b = Relu (a) c = {CONV} (b, w) s = Conv (r, p) t = Conv (r, q) k = Conv (r, o) "
+        "e = Add (c, s) f = Add (e, t) d = Add (f, k)",
+        (1, 3, 3, 1),
+        patient,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WAITING)
+def test_projection_waits_where_less_goes_up_again_than_comes_down(case: str) -> None:
+    """Its own upload has its own padding; shared, that of all readers."""
+    body, (outputs, first, second, own), best = WAITING[case]
+    kernels = {"v": weights(3, 2, first, first), "w": weights(outputs, 3, second, second)}
+    kernels |= {
+        name: weights(outputs, 2, own, own, seed=seed) for seed, name in enumerate("pqo") if f", {name})" in body
+    }
+    model = graph(f"g (float[n,2,6,6] x) => (float y) {{ r = Relu (x) {body} y = Relu (d) }}", kernels)
+    found = {placement: values(model, placement) for placement in (first_come, patient)}
+    assert values(model, place) == found[best] == min(found.values())
+    assert len(set(found.values())) == 2
+
+
 @pytest.mark.parametrize("order", ["a, b", "b, a"])
 def test_joined_branches_of_one_round_stay_together(order: str) -> None:
     model = graph(

@@ -16,9 +16,12 @@ from partitioner import partition
 from partitioner.pinning import Pins
 from partitioner.pipeline import partition_in_memory, prepare
 from partitioner.precision import DIGIT_BITS, quantise_to
+from partitioner.scaling import quantise_program
 from tests.partitioner.examples import Partitioned, check, graph, weights
 
 PARAMETERS = RingParameters.default()
+#: Digits and bits, in the order in which they are tried.
+FORMS = [(1, 15), *((digits, bits) for digits, choices in DIGIT_BITS.items() for bits in choices)]
 #: By name: inputs and operators, constants, what is pinned to the server.
 MODELS: dict[str, tuple[str, str, dict[str, np.ndarray], tuple[str, ...]]] = {
     "two convolutions, added and pooled": (
@@ -168,16 +171,32 @@ def test_bound_of_weights_that_are_integers_holds_no_rounding(tmp_path: Path) ->
 
 
 def test_form_that_is_chosen_is_the_first_that_is_precise_enough() -> None:
-    program = Program(((50,),), (MatMul(0, "w", (4,)),), (1,))
-    arrays = {"w": np.random.default_rng(2).normal(size=(50, 4))}
+    program = Program(((1000,),), (MatMul(0, "w", (4,)),), (1,))
+    arrays = {"w": np.random.default_rng(2).normal(size=(1000, 4))}
     best = quantise_to(program, arrays, PARAMETERS, 1e-30)
     assert best.digits == max(DIGIT_BITS)
     least = best.unit_bound(PARAMETERS)
     assert quantise_to(program, arrays, PARAMETERS, least).unit_bound(PARAMETERS) == least
-    for precision in np.geomspace(least, 1e-2, 12):
+    bounds = {form: quantise_program(program, arrays, *form).unit_bound(PARAMETERS) for form in FORMS}
+    chosen = set()
+    for precision in np.geomspace(least, 1e-1, 16):
         found = quantise_to(program, arrays, PARAMETERS, float(precision))
         assert found.unit_bound(PARAMETERS) <= precision
-        assert found.digits == 1 or quantise_to(program, arrays, PARAMETERS, None).unit_bound(PARAMETERS) > precision
+        form = (found.digits, found.bits)
+        assert all(bounds[earlier] > precision for earlier in FORMS[: FORMS.index(form)])
+        chosen.add(form)
+    assert {digits for digits, _ in chosen} == {1, 2, 3, 4}
+    assert len(chosen) > 4
+
+
+def test_sum_in_front_of_weights_shares_no_scales() -> None:
+    """What is added there has none: inputs, not rows."""
+    program = Program(((3,), (3,)), (Sum((0, 1), (1, -1), (3,)), MatMul(2, "w", (2,))), (3,))
+    arrays = {"w": np.array([[1.0, 100.0], [2.0, 50.0], [0.5, 10.0]])}
+    alone = quantise_program(Program(((3,),), (MatMul(0, "w", (2,)),), (1,)), arrays)
+    found = quantise_program(program, arrays)
+    np.testing.assert_array_equal(found.norms[0][0].scale, alone.norms[0][0].scale)
+    np.testing.assert_array_equal(found.arrays["w"], alone.arrays["w"])
 
 
 def test_relative_bound_is_large_where_one_weight_hides_the_others() -> None:

@@ -79,6 +79,17 @@ def test_partition_of_convolution_whose_kernel_is_none_of_the_stated_shape_names
     assert "(2, 2)" in offence.reason
 
 
+def test_partition_of_transposed_convolution_that_shrinks_its_input_says_so(tmp_path: Path) -> None:
+    """onnx's inference leaves out axes from the first on that gets smaller."""
+    model = graph(
+        "g (float[n,2,5,5] x) => (float y) { y = ConvTranspose <output_shape = [4, 4]> (x, w) }",
+        {"w": weights(2, 2, 3, 3)},
+    )
+    (offence,) = refusal(model, tmp_path).offences
+    assert offence.operator == "ConvTranspose"
+    assert "output_shape" in offence.reason
+
+
 def conditional() -> onnx.NodeProto:
     branch = onnx.parser.parse_graph("b () => (float[n,5] o) { o = Relu (a) }")
     return helper.make_node("If", ["flag"], ["y"], name="choice", then_branch=branch, else_branch=branch)

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from partitioner import pipeline
+from partitioner import pipeline, strides
+from partitioner.placement import place
 from tests.partitioner.examples import Partitioned, check, graph, weights
+from tests.partitioner.test_placement_values import values
 
 KERNELS = {
     "w": weights(4, 4, 3, 3),
@@ -236,3 +238,30 @@ def test_pinned_operators_stay_as_they_are(pinned: str, tmp_path: Path) -> None:
     found = check(proto, tmp_path, on_node=[pinned])
     assert STRIDED not in reasons(found)
     assert MOVED not in reasons(found)
+
+
+UPLOADS = {
+    # Planes that fit no ciphertext, in equal bands; every fourth position, of which every second is read.
+    "bands_that_two_share": ("16,92,92", "", (2, 1)),
+    "steps_that_two_share": ("16,12,12", "<strides = [2, 2]>", (2, 1)),
+    "padding_that_one_shares": ("4,8,8", "", (2, 3)),
+}
+
+
+@pytest.mark.parametrize("case", UPLOADS)
+def test_stride_moves_only_where_it_adds_no_more_uploads_than_it_saves(case: str) -> None:
+    shape, own, (outputs, other) = UPLOADS[case]
+    channels = int(shape.split(",")[0])
+    kernels = {"v": weights(outputs, channels, 1, 1), "w": weights(2, outputs, 1, 1)}
+    kernels["p"] = weights(outputs, channels, other, other)
+    model = graph(
+        f"g (float[n,{shape}] x) => (float y, float z) {{ r = Relu (x) a = Conv {own} (r, v) b = Relu (a) "
+        f"y = Conv <strides = [2, 2]> (b, w) c = Conv {own} (r, p) z = Relu (c) }}",
+        kernels,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strides, "_saves", lambda region, steps, shapes: bool(region.convolutions))
+        always = values(model, place, saves=True)
+    never, found = values(model, place), values(model, place, saves=True)
+    assert found == min(never, always)
+    assert (always < never) == (other == 3)

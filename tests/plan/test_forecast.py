@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from heinfer.errors import InputError
-from heinfer.plan import Plan, read_plan
+from heinfer.plan import Plan, PreparedInfo, load_node, read_plan
 from heinfer.plan import forecast as forecasts
 from heinfer.plan import work as works
-from heinfer.plan.forecast import FRAME_BYTES, forecast, group_samples, prepared_bytes
+from heinfer.plan.forecast import FRAME_BYTES, answer_bytes, forecast, group_samples, prepared_bytes
 from heinfer.plan.machine import (
     SHIPPED,
     Link,
@@ -21,8 +22,9 @@ from heinfer.plan.machine import (
     read_machine,
     write_machine,
 )
-from heinfer.plan.work import ModeName, weight_count
+from heinfer.plan.work import ModeName, prepared_work, weight_count
 from heinfer.processes import core_count
+from heinfer.ring import Transform
 from heinfer.wire import BlockAnswer, BlockRequest, Chunk, Limits, Mode, block_shapes
 from heinfer.wire.codec import encode_node_event, encode_server_event
 from heinfer.wire.frames import HEADER_BYTES
@@ -112,7 +114,8 @@ def test_forecast_of_standard_mode_has_workers_that_start_once_and_keeps_no_pool
     two, three = (forecast(plan, "standard", 1, replace(SHIPPED, cores=cores)) for cores in (2, 3))
     assert three.node_memory_bytes - two.node_memory_bytes == forecasts.WORKER_BYTES
     hints = sum(block.prepared.hint_bytes for block in plan.blocks if block.prepared is not None)
-    assert two.node_memory_bytes < forecasts.NODE_BASE_BYTES + 2 * forecasts.WORKER_BYTES + hints + 10**6
+    answer = max(answer_bytes(plan, block, "standard", 1) for block in plan.blocks)
+    assert two.node_memory_bytes < forecasts.NODE_BASE_BYTES + 2 * forecasts.WORKER_BYTES + hints + answer + 10**6
     assert two.start_s == forecasts.WORKER_START_S
     assert forecast(plan, "prepared", 1, SHIPPED).start_s == 0
 
@@ -132,6 +135,33 @@ def test_forecast_memory_holds_weights_hints_and_the_pool(plan: Plan) -> None:
     weights = 8 * sum(weight_count(block.program) for block in plan.blocks)
     assert found.node_memory_bytes > forecasts.NODE_BASE_BYTES + hints + 16 * prepared_bytes(plan)
     assert found.server_memory_bytes > forecasts.SERVER_BASE_BYTES + weights
+
+
+@pytest.mark.parametrize("mode", ["standard", "batch"])
+def test_forecast_memory_holds_an_answer_of_every_group_under_way(plan: Plan, mode: ModeName) -> None:
+    one, two, five = (forecast(plan, mode, n * 2048, SHIPPED).node_memory_bytes for n in (1, 2, 5))
+    answer = 3456 * (12_800 + (12_800 if mode == "standard" else 0))  # 6 channels of 24x24, of 2048 residues a part
+    assert two - one == answer
+    assert five - one == 2 * answer  # three groups are under way at once
+
+
+@pytest.mark.parametrize("samples", [4, 9, 16])
+def test_forecast_of_prepared_mode_counts_the_secrets_that_a_node_transforms(
+    lenet_bundle: Path, monkeypatch: pytest.MonkeyPatch, samples: int
+) -> None:
+    preparer, counted, forward = preparation.Preparer(load_node(lenet_bundle / "node")), [], Transform.forward
+
+    def count(transform: Transform, polynomials: Any, **options: Any) -> Any:
+        counted.append(forward(transform, polynomials, **options))
+        return counted[-1]
+
+    monkeypatch.setattr(Transform, "forward", count)
+    preparer.prepare(samples).wipe()
+    secrets = 0
+    for material in preparer.materials:
+        info = replace(PreparedInfo.of(material.form), ciphertexts=0, hints=(), rows=())  # nothing but the secrets
+        secrets += prepared_work(material.form.program, info, samples, 1).transformed
+    assert secrets == sum(evaluations.size for evaluations in counted)
 
 
 def test_weight_count_is_that_of_lenet(plan: Plan) -> None:

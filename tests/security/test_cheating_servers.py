@@ -50,7 +50,8 @@ Residues = np.ndarray
 #: From (residues of all uploads so far: rows or samples first, answer) to the answer that is sent.
 Attack = Callable[["CheatingSession", Residues], Residues]
 SAMPLES = 2
-TRIALS = 1000
+#: In an ordinary run, and in a long one.
+TRIALS, MANY_TRIALS = 150, 1000
 
 
 class CheatingSession:
@@ -293,25 +294,39 @@ def no_decryption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BatchUpload, "_decrypt", refuse)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "attack"),
-    [*((mode, attack) for mode in MODES for attack in ATTACKS), ("standard", transparent)],
-    ids=lambda part: part if isinstance(part, str) else part.__name__,
-)
-@pytest.mark.usefixtures("no_decryption")
-def test_every_forgery_is_caught_before_it_is_decrypted(bench: Bench, mode: str, attack: Attack) -> None:
+CASES = [*((mode, attack) for mode in MODES for attack in ATTACKS), ("standard", transparent)]
+
+
+def catch(bench: Bench, mode: str, attack: Attack, trials: int) -> None:
+    """Forge answers of both blocks in turn; every one must be caught, and none decrypted."""
     for block in (0, 1):  # something to be stale
         with pytest.raises(AssertionError, match="decrypted"):
             bench.run(mode, block, honest)
-    for trial in range(TRIALS):
+    for trial in range(trials):
         with pytest.raises(CiphertextError if attack is too_large else IntegrityError):
             bench.run(mode, trial % 2, attack)
 
 
+def name_of(part: str | Attack) -> str:
+    return part if isinstance(part, str) else part.__name__
+
+
+@pytest.mark.parametrize(("mode", "attack"), CASES, ids=name_of)
+@pytest.mark.usefixtures("no_decryption")
+def test_every_forgery_is_caught_before_it_is_decrypted(bench: Bench, mode: str, attack: Attack) -> None:
+    catch(bench, mode, attack, TRIALS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mode", "attack"), CASES, ids=name_of)
+@pytest.mark.usefixtures("no_decryption")
+def test_each_of_1000_forgeries_is_caught(bench: Bench, mode: str, attack: Attack) -> None:
+    catch(bench, mode, attack, MANY_TRIALS)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_an_honest_server_is_never_refused(bench: Bench, mode: str) -> None:
-    for trial in range(500):
+    for trial in range(TRIALS):
         bench.run(mode, trial % 2, honest, 1 + trial % 3)
 
 

@@ -98,6 +98,23 @@ def test_one_in_quarantine_is_never_asked() -> None:
         of.acquire((b,), time.monotonic() + 1)
 
 
+def test_one_that_comes_into_quarantine_when_it_has_been_chosen_is_passed_over() -> None:
+    """Another upload's failure may be the last one that is forgiven, between the choice and the session."""
+    of, (a, b) = made("a", "b")
+
+    def acquire() -> str:
+        while not a.conduct.in_quarantine:
+            a.conduct.record_failure(0)
+        a.conduct.check()
+        raise AssertionError
+
+    a.acquire = acquire
+    assert asked(of, 3) == "bbb"
+    assert a.conduct.failures == ATTEMPTS
+    with pytest.raises(IntegrityError, match="server a is in quarantine"):
+        of.acquire((b,), time.monotonic() + 1)
+
+
 def test_those_to_avoid_are_not_asked() -> None:
     of, (a, b) = made("a", "b")
     assert asked(of, 3, (a,)) == "bbb"

@@ -47,7 +47,7 @@ def test_upload_second_send_is_refused(dense_bundle: Path, pool: WatchedPool) ->
     bundle = load_node(dense_bundle / "node")
     statistics = QueryStatistics.empty(len(bundle.plan.blocks), bundle.plan.rounds)
     with parties(dense_bundle, pool) as both:
-        delivery = both.engine.start_delivery(time.monotonic())
+        delivery = both.engine.start_delivery(time.monotonic() + 60)
         upload = Upload(bundle, 0, delivery, pool, statistics, Limits(), None)
         upload.send([X], [sample_peaks(X)])
         with pytest.raises(LocalProtocolError, match="once"):
