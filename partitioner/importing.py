@@ -216,7 +216,14 @@ def _name_nodes(model: ir.Model) -> None:
 
 def _inline(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Inline local functions, which onnx's version converter would drop."""
-    return onnx.inliner.inline_local_functions(proto) if proto.functions else proto
+    if not proto.functions:
+        return proto
+    try:
+        return onnx.inliner.inline_local_functions(proto)
+    except (RuntimeError, ValueError) as error:  # a call with more inputs than its function has, a function of itself
+        raise UnsupportedModelError(
+            f"the model's local functions can't be put in place of their calls: {error}"
+        ) from error
 
 
 def _parse(proto: onnx.ModelProto) -> ir.Model:

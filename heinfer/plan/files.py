@@ -138,7 +138,7 @@ def write_file(path: Path, content: bytes) -> None:
         finally:
             work.unlink(missing_ok=True)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # a full disk names no file
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None  # a full disk names no file
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """How fuzz tests run: for a given time, every example within bounds of processor time and memory.
 
-`make test` gives each target `SECONDS`; `make fuzz MINUTES=10` sets HEINFER_FUZZ_S. Examples are drawn anew in every
-run. What they find becomes an ordinary test beside the code that was mended.
+`make fuzz MINUTES=10` sets HEINFER_FUZZ_S, and examples are drawn anew until that time is over. `make test` takes the
+same few examples every time, so that it fails for what was changed and not by chance. What a search finds becomes an
+ordinary test beside the code that was mended.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from types import FrameType
 
 from hypothesis import HealthCheck, settings
 
-#: Of each of the three targets: codec, bundles, importer.
-SECONDS = float(os.environ.get("HEINFER_FUZZ_S", "20"))
+#: Whether to search until the time is over, and how long: codec, bundles and importer each.
+SEARCHING = "HEINFER_FUZZ_S" in os.environ
+SECONDS = float(os.environ.get("HEINFER_FUZZ_S", "0"))
+#: Turns' worth of examples that an ordinary run takes.
+_ORDINARY_TURNS = 4
 #: Processor seconds of one example, in our own code and below it.
 EXAMPLE_S = 10.0
 #: Address space that one example may take beyond what the process has already.
@@ -31,10 +35,10 @@ class TooLongError(Exception):
 
 
 def campaign(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a property to be run by `run_for`: so many random examples a turn."""
+    """Decorate a property to be run by `run_for`: so many random examples a turn of a search."""
     return settings(
-        max_examples=examples,
-        derandomize=False,
+        max_examples=examples if SEARCHING else _ORDINARY_TURNS * examples,
+        derandomize=not SEARCHING,
         database=None,
         deadline=None,
         print_blob=True,

@@ -103,7 +103,7 @@ def reseal(folder: Path) -> None:
             arrays = load_file(folder / "node" / name)
             seed = arrays.pop("seed").tobytes()
             rest = {key: value for key, value in arrays.items() if key not in ("plan", "created", "digest")}
-            write_sealed(folder / "node" / name, seed, plan_hash, rest)
+            write_sealed(folder / "node" / name, seed, plan_hash, rest, private=name == CHECKS_FILE)
 
 
 # -- edits ---------------------------------------------------------------------------------------------------------

@@ -232,3 +232,16 @@ def test_single_operator_that_onnxruntime_refuses_is_named() -> None:
     ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 21})
     with pytest.raises(UnsupportedModelError, match=r"pool \(AveragePool\): onnxruntime refuses it"):
         run_node(node, {"x": np.ones((1, 1, 2, 2), np.float32)})
+
+
+@pytest.mark.parametrize("inputs", [["x", "x"], ["x", "x", "x"]])
+def test_call_of_a_local_function_with_too_many_inputs_is_refused(inputs: list[str], tmp_path: Path) -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 18, "local" : 1]>
+        g (float[n,4] x) => (float[n,4] y) { y = local.f (x) }
+        <domain: "local", opset_import: ["" : 18]> f (a) => (b) { b = Relu (a) }"""
+    )
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    assert import_model(tmp_path / "model.onnx").results == ("y",)
+    model.graph.node[0].input[:] = inputs
+    assert "local functions" in refusal(model, tmp_path)

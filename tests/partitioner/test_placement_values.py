@@ -21,7 +21,7 @@ from tests.partitioner.examples import graph, weights
 from tests.partitioner.greedy import first_come, patient
 
 CONV = "Conv <pads = [1, 1, 1, 1]>"
-GRAPHS, MANY = 16, 1000
+GRAPHS, MANY = 6, 1000
 Place = Callable[..., dict[ir.Node, Side]]
 
 

@@ -32,6 +32,7 @@ from heinfer.plan import (
     read_plan,
 )
 from heinfer.plan.bundle import pack_terms
+from heinfer.plan.checks import write_checks
 from heinfer.plan.files import (
     CHECKS_FILE,
     HINTS_FILE,
@@ -42,7 +43,6 @@ from heinfer.plan.files import (
     write_file,
     write_plan,
 )
-from heinfer.plan.checks import write_checks
 from heinfer.plan.hints import write_hints
 from heinfer.ring import RingParameters, RowNorms
 from partitioner import partition
