@@ -73,7 +73,7 @@ def _fold_once(model: ir.Model) -> int:
             optimizer.fold_constants_ir(
                 model, onnx_shape_inference=True, output_size_limit=_LARGEST, should_fold=_folds_at_any_size
             )
-    except (ArithmeticError, LookupError, MemoryError, TypeError, ValueError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise UnsupportedModelError(f"constants of the model can't be computed: {error}") from error
     lift(model)
     tidy(model)

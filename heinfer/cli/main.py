@@ -74,6 +74,8 @@ def main() -> None:
         sys.exit(_refuse(f"training needs {error.name}: pip install 'heinfer[train]'"))
     except OSError as error:
         sys.exit(_refuse(f"{error.filename or 'system'}: {error.strerror or error}"))
+    except MemoryError:
+        sys.exit(_refuse("not enough memory: use a machine with more, a smaller model or fewer samples at a time"))
 
 
 def _refuse(reason: str) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from onnx import helper
 
+import heinfer.cli.main as main_module
 from heinfer.client import LocalModel
 from heinfer.plan import read_plan
 from partitioner import partition
@@ -266,3 +267,16 @@ def test_help_ends_with_zero() -> None:
     assert done.code == 0
     for name in ("partition", "inspect", "serve", "node", "infer", "evaluate", "demo"):
         assert name in done.out
+
+
+def test_too_little_memory_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exhausted() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(main_module, "app", exhausted)
+    with pytest.raises(SystemExit) as ended:
+        main_module.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("heinfer: not enough memory")
