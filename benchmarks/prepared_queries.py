@@ -80,6 +80,7 @@ def measure(model: Path, x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
         "bytes_down": sum(b["bytes_down"] for b in blocks),
         "server_ms": 1e3 * float(np.median([sum(b["server_s"] for b in s["blocks"]) for s in found])),
         "node_operators_ms": 1e3 * float(np.median([s["node_s"] for s in found])),
+        "check_ms": 1e3 * float(np.median([sum(b["check_s"] for b in s["blocks"]) for s in found])),
         "encrypt_ms": 1e3 * float(np.median([sum(b["encrypt_s"] for b in s["blocks"]) for s in found])),
         "decrypt_ms": 1e3 * float(np.median([sum(b["decrypt_s"] for b in s["blocks"]) for s in found])),
         "wire_ms": 1e3 * float(np.median([sum(b["wire_s"] for b in s["blocks"]) for s in found])),
