@@ -255,7 +255,7 @@ def test_server_that_is_away_for_a_while_is_waited_for_and_no_longer(
         started = time.monotonic()
         with pytest.raises(RemoteProtocolError):
             both.engine.infer({"x": X})
-        assert 2 < time.monotonic() - started < 8
+        assert 1 < time.monotonic() - started < 8  # less than `retry_s` by the last rest, which would go beyond it
 
 
 def test_closing_ends_a_wait_for_a_server(dense_bundle: Path, pool: WatchedPool) -> None:
