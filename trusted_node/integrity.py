@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -31,7 +32,7 @@ from heinfer.operators.prepared import Maps
 from heinfer.operators.steps import Take
 from heinfer.operators.transposed import transpose_steps
 from heinfer.plan import NodeBundle
-from heinfer.plan.checks import output_weights
+from heinfer.plan.checks import checked_values, output_weights
 from heinfer.ring import RingParameters, add_weighted_rows, dot_rows, sums_to_residues, unpack
 
 logger = logging.getLogger(__name__)
@@ -45,29 +46,31 @@ class BlockCheck:
     """r and v of one block. Immutable; safe to share between threads.
 
     Attributes:
-        up: v for uploads of prepared mode; None where the plan has none.
-        rows_up: v for rows: one ciphertext a value of the block's inputs.
+        up: v for uploads of prepared mode, for rows where the plan has no such mode.
         down: r.
     """
 
     def __init__(self, bundle: NodeBundle, index: int) -> None:
         plan, checks = bundle.plan, bundle.checks
         assert checks is not None  # the caller has looked
-        self._modulus = plan.ring.modulus
+        self._ring, self._modulus = plan.ring.parameters, plan.ring.modulus
+        self._program = plan.blocks[index].program
+        self._hints = None if bundle.hints is None else bundle.hints.blocks[index]
         self.down = output_weights(plan, bundle.plan_hash, checks.seed, index).astype(np.float64)
-        packed = checks.packed[index][None]
-        if bundle.hints is None:
-            self.up: Floats | None = None
-            self.rows_up = unpack(packed, plan.blocks[index].input_rows, self._modulus)[0].astype(np.float64)
-            return
-        form, maps = bundle.hints.blocks[index].form, bundle.hints.blocks[index].maps
-        up = unpack(packed, form.values_up, self._modulus)[0]
-        self.up = up.astype(np.float64)
-        self.rows_up = row_weights(plan.blocks[index].program, form, maps, up, plan.ring.parameters).astype(np.float64)
+        count = checked_values(plan, index)
+        self.up = unpack(checks.packed[index][None], count, self._modulus)[0].astype(np.float64)
+
+    @cached_property
+    def rows_up(self) -> Floats:
+        """Return v for rows: one ciphertext a value of the block's inputs. Prepared mode never asks."""
+        if self._hints is None:
+            return self.up
+        form, maps, up = self._hints.form, self._hints.maps, self.up.astype(np.int64)
+        rows: Floats = row_weights(self._program, form, maps, up, self._ring).astype(np.float64)
+        return rows
 
     def commit(self, uploads: list[Residues]) -> Residues:
         """Return v . b of every sample of a prepared upload, parts of shape (samples, values up) in order."""
-        assert self.up is not None  # there are prepared uploads
         return np.concatenate([self._dot(part, self.up) for part in uploads])
 
     def holds(self, committed: Residues, answer: Residues) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from heinfer.operators.planes import reach_of
 from heinfer.operators.program import Arrays, Program
 from heinfer.operators.steps import Conv, MatMul, Rescale, Scale, Shift, Step, Sum, Take, Window, WindowSum
 
@@ -82,9 +83,7 @@ def convolve(x: Floats, weights: Floats, step: Conv) -> Floats:
 def windows(x: Floats, window: Window) -> Floats:
     """View x (samples, C, H, W) as (samples, C, kh, kw, oh, ow), zeros outside."""
     top, left, bottom, right = window.pads
-    reach = [
-        (window.output[i] - 1) * window.strides[i] + (window.kernel[i] - 1) * window.dilations[i] + 1 for i in range(2)
-    ]
+    reach = reach_of(window)
     # With ceil_mode the last window may reach beyond the padding.
     bottom = max(bottom, reach[0] - x.shape[2] - top)
     right = max(right, reach[1] - x.shape[3] - left)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from heinfer.errors import ParameterError
 from heinfer.operators.movements import by_tiles, scale_elements
+from heinfer.operators.planes import reach_of
 from heinfer.operators.program import Arrays, Program
 from heinfer.operators.steps import Conv, MatMul, Scale, Shape, Step, Sum, Take, Window, WindowSum
 from heinfer.ring import ModularMatrix, RingParameters, checked_weights
@@ -124,9 +125,7 @@ def _convolution(step: Conv, arrays: Arrays, source: Shape, part: Residues, para
 
 def _fold_back(patches: Residues, window: Window, source: Shape, modulus: int) -> Residues:
     """Add patches, shape (channels, kernel points, output height, output width), where their windows read."""
-    reach = [
-        (window.output[i] - 1) * window.strides[i] + (window.kernel[i] - 1) * window.dilations[i] + 1 for i in range(2)
-    ]
+    reach = reach_of(window)
     # The plane that windows read, whatever of it is padding, or cropped from the source.
     plane = np.zeros((source[0], *reach), np.int64)
     for point in range(prod(window.kernel)):

@@ -106,8 +106,7 @@ def read_bundle_plan(bundle: Path, trusted: TrustedKeys | None = None) -> Plan:
     for part in parts:
         check_signature(part.folder(bundle), part, trusted)
     plan, plan_hash = read_plan(bundle)
-    for part in parts:
-        path = part.folder(bundle)
+    for path in (part.folder(bundle) for part in parts if part is not Part.BUNDLE):
         if read_plan(path)[1] != plan_hash:
             raise PlanError(f"{path / PLAN_FILE} differs from {bundle / PLAN_FILE}: partition the model again")
     return plan
