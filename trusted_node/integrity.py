@@ -58,7 +58,7 @@ class BlockCheck:
         self._hints = None if bundle.hints is None else bundle.hints.blocks[index]
         self.down = output_weights(plan, bundle.plan_hash, checks.seed, index).astype(np.float64)
         count = checked_values(plan, index)
-        self.up = unpack(checks.packed[index][None], count, self._modulus)[0].astype(np.float64)
+        self.up: Floats = unpack(checks.packed[index][None], count, self._modulus)[0].astype(np.float64)
 
     @cached_property
     def rows_up(self) -> Floats:
@@ -66,8 +66,7 @@ class BlockCheck:
         if self._hints is None:
             return self.up
         form, maps, up = self._hints.form, self._hints.maps, self.up.astype(np.int64)
-        rows: Floats = row_weights(self._program, form, maps, up, self._ring).astype(np.float64)
-        return rows
+        return row_weights(self._program, form, maps, up, self._ring).astype(np.float64)
 
     def commit(self, uploads: list[Residues]) -> Residues:
         """Return v . b of every sample of a prepared upload, parts of shape (samples, values up) in order."""
