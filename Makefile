@@ -103,5 +103,5 @@ $(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "Installing heinfer with its training and development tools into $(VENV), once. To download: $(DEV_SIZE)"
-	@$(PIP) $(PIP_INDEX) --editable '.[train,dev]'
+	@$(PIP) $(PIP_INDEX) --editable '.[serve,traces,train,dev]'
 	@touch $(VENV)/.installed $@
