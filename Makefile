@@ -33,10 +33,10 @@ export OMP_WAIT_POLICY OPENBLAS_NUM_THREADS
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-dev demo test test-long fuzz check lint types format bench docs stubs clean
+.PHONY: help setup setup-dev demo test test-long fuzz check lint types format bench docs page-picture stubs clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(VENV)/.installed ## make .venv with what running heinfer needs
 setup-dev: $(VENV)/.installed-dev ## the same with training and development tools
@@ -73,8 +73,14 @@ bench: setup-dev ## run the scripts in benchmarks/
 docs: setup ## generate docs/operators.md from the partitioner's rules
 	@$(BIN)/python -m partitioner.catalogue > docs/operators.md
 
-stubs: setup-dev ## generate heinfer/wire/proto/*_pb2* from heinfer.proto
+page-picture: setup-dev ## take docs/node-page.png: the node's page in Chromium, with a released model
+	@HEINFER_REQUIRE_BROWSER=1 HEINFER_PAGE_PICTURE=docs/node-page.png \
+	    $(BIN)/python -m pytest -q tests/interfaces/test_page_browser.py -k picture
+
+stubs: setup-dev ## generate what comes of heinfer/wire/proto/heinfer.proto and trusted_node/serving/proto/inference.proto
 	@$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. heinfer/wire/proto/heinfer.proto
+	@cd trusted_node/serving/proto && $(abspath $(BIN))/python -m grpc_tools.protoc -I . \
+	    --descriptor_set_out=inference.pb --pyi_out=. inference.proto
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

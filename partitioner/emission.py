@@ -118,6 +118,7 @@ def emit(result: Draft, content: bytes, target: Path, reference: bool, batch_hin
         write_arrays(node / SCALES_FILE, _term_arrays([built.terms for built in result.blocks]))
         for name, model in result.submodels.items():
             (node / name).write_bytes(model)
+        _write_card(node / CARD_FILE, content)
         plan = Plan(
             **{name: getattr(result.plan, name) for name in ("model", "ring", "inputs", "outputs", "steps", "blocks")},
             digests=Digests(folder_digest(server), folder_digest(node)),

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,12 +21,14 @@ from heinfer.ring import RingParameters
 from heinfer.server.evaluation import BlockEvaluator
 from heinfer.server.service import EvaluatorService
 from heinfer.wire import Address, Limits, block_shapes
-from trusted_node.engine import Engine
+from trusted_node.engine import Engine, QueryResult
 from trusted_node.link import ServerLink
 from trusted_node.modes import ModeChoice
 from trusted_node.pool import PreparedPool
 from trusted_node.preparation import Preparer
 from trusted_node.service import NodeService
+from trusted_node.serving.interface import ModelEntry, ModelState, ModelStatus, Query, UnknownModelError
+from trusted_node.serving.scheduling import MAX_SAMPLES, QueueLimits, Scheduler
 from trusted_node.workers import CryptoPool, Encrypted
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -77,6 +79,52 @@ class WatchedPool(CryptoPool):
         return super().encrypt(secret, values, scale, weights)
 
 
+class OnlyModel:
+    """A model as a node serves it, and all the models of one, for an engine that the test has made."""
+
+    card = None
+    max_samples = MAX_SAMPLES
+    ready = True
+
+    def __init__(self, engine: Engine, limits: QueueLimits | None = None) -> None:
+        self.name, self.plan = engine.bundle.plan.model.name, engine.bundle.plan
+        self.plan_hash = engine.bundle.plan_hash
+        self.scheduler = Scheduler(engine, limits=limits)
+
+    def submit(self, query: Query) -> Future[QueryResult]:
+        return self.scheduler.submit(query)
+
+    def status(self) -> ModelStatus:
+        load = self.scheduler.load()
+        return ModelStatus(load.queued_queries, load.queued_samples, load.running_queries, 0, 0, (), (), None)
+
+    def get(self, name: str, version: str = "") -> OnlyModel:
+        if name != self.name:
+            raise UnknownModelError(f"no model {name!r}")
+        return self
+
+    def entries(self) -> Sequence[ModelEntry]:
+        return [ModelEntry(self.name, "1", ModelState.READY)]
+
+    def load(self, name: str) -> None:
+        raise NotImplementedError
+
+    def unload(self, name: str) -> None:
+        raise NotImplementedError
+
+
+@contextmanager
+def serving(engine: Engine, limits: Limits, allow_trace: bool = True, **options: Any) -> Iterator[NodeService]:
+    """Serve an engine's model to clients, by frames."""
+    model = OnlyModel(engine)
+    node = NodeService(model, model.name, LOOPBACK, limits, allow_trace, **options)
+    try:
+        yield node
+    finally:
+        node.stop(0)
+        model.scheduler.close(0)
+
+
 @dataclass
 class Parties:
     """Server and node in this process, with a real connection between them."""
@@ -106,11 +154,10 @@ def parties(
     link = ServerLink(address, node_bundle.plan_hash, block_shapes(node_bundle.plan), limits)
     prepared = None if mode is ModeChoice.STANDARD else PreparedPool(Preparer(node_bundle), ready)
     engine = Engine(node_bundle, link, pool, limits, prepared, mode)
-    node = NodeService(engine, LOOPBACK, limits, allow_trace=True)
     try:
-        yield Parties(evaluator, server, engine, node, pool)
+        with serving(engine, limits) as node:
+            yield Parties(evaluator, server, engine, node, pool)
     finally:
-        node.stop(0)
         engine.close()
         if prepared is not None:
             prepared.close()
@@ -125,6 +172,7 @@ class Process:
     process: subprocess.Popen[bytes]
     errors: Path
     address: str = field(default="")
+    addresses: dict[str, str] = field(default_factory=dict)
 
     def said(self) -> str:
         """What it wrote to standard error."""
@@ -147,7 +195,8 @@ def start(errors: Path, *arguments: str) -> Iterator[Process]:
         line = process.stdout.readline()
         timer.cancel()
         assert line, f"it did not start: {errors.read_text()}"
-        yield Process(process, errors, json.loads(line)["listening"])
+        addresses = json.loads(line)
+        yield Process(process, errors, addresses["listening"], addresses)
     finally:
         timer.cancel()
         process.stdin.close()

@@ -18,9 +18,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from heinfer.errors import CiphertextError, IntegrityError, LocalProtocolError, RemoteProtocolError
+from heinfer.spans import SILENT, Span
 from heinfer.wire import BlockAnswer, Chunk, FailureCode, Limits, MemoryBudget, Mode, RefusedError, TransportError
 from trusted_node.link import LinkSession, ServerLink
 from trusted_node.replicas import Replicas, ServerError
@@ -31,6 +32,8 @@ T = TypeVar("T")
 MOST_ATTEMPTS: Final = 256
 #: What a server says that would not be different the next time.
 _FINAL: Final = (FailureCode.FAILED, FailureCode.VERSION, FailureCode.PLAN)
+#: Told (block, packed rows) of an upload as it is made: what the server is to see.
+Watch: TypeAlias = Callable[[int, bytes], None]
 Failed = RemoteProtocolError | CiphertextError | IntegrityError | TransportError
 
 
@@ -51,13 +54,28 @@ class Delivery:
         limits: sizes and times.
         kept: memory for all rows that are kept.
         last_moment: after which nothing more of it is sent or waited for (`time.monotonic`).
+        watch: told of its rows, once, however often they are sent.
+        span: told its bytes, and ended with it.
     """
 
-    def __init__(self, replicas: Replicas, limits: Limits, kept: MemoryBudget, last_moment: float) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        limits: Limits,
+        kept: MemoryBudget,
+        last_moment: float,
+        watch: Watch | None = None,
+        span: Span = SILENT,
+    ) -> None:
         self._replicas = replicas
         self._limits = limits
         self._budget = kept
         self._last_moment = last_moment
+        self._watch = watch
+        self._span = span
+        self._received_bytes = 0
+        self._sent_bytes = 0
+        self._server_s = 0.0
         self._announced: tuple[int, int, Mode] | None = None
         self._rows: list[_Rows] = []
         self._whole: bytes | memoryview | None = None
@@ -84,6 +102,7 @@ class Delivery:
         Raises:
             RemoteProtocolError: the connection is gone, and nothing more is to be sent.
         """
+        self._tell(data)
         self._keep(_Rows(first_row, rows, data))
         if self._session is not None:
             session, request_id = self._session, self._request_id
@@ -92,6 +111,7 @@ class Delivery:
     def send(self, block: int, samples: int, mode: Mode, rows: bytes | memoryview) -> None:
         """Send a whole upload. Raises as `send_rows`."""
         self._announce(block, samples, mode)
+        self._tell(rows)
         self._whole = rows
         self._reserve(memoryview(rows).nbytes)
         self._try(self._transmit)
@@ -122,6 +142,7 @@ class Delivery:
             try:
                 began = time.monotonic()
                 announcement, chunks = self._session.receive(self._request_id)
+                self._server_s = announcement.compute_s
                 result = read(announcement, self._in_time(chunks, began))
             except (RemoteProtocolError, CiphertextError, IntegrityError) as error:
                 self._note(error)
@@ -134,6 +155,7 @@ class Delivery:
         if self._session is not None:
             self._session.close()
             self._session = None
+        self._span.end(bytes_up=self._sent_bytes, failed=True)  # it has ended by itself where all went well
         self._let_go()
 
     # -- attempts -----------------------------------------------------------------------------------------------------
@@ -143,13 +165,18 @@ class Delivery:
             raise LocalProtocolError("a delivery carries one upload; make a new one")
         self._announced = (block, samples, mode)
 
+    def _tell(self, rows: bytes | memoryview) -> None:
+        self._sent_bytes += memoryview(rows).nbytes
+        if self._watch is not None and self._announced is not None:
+            self._watch(self._announced[0], bytes(rows))
+
     def _open(self) -> None:
         """Announce the upload to a server."""
         assert self._announced is not None  # uploads announce before they send
         block, samples, mode = self._announced
         session = self._connect()
         self._attempts += 1
-        self._request_id = session.open_request(block, samples, mode, self._attempts - 1)
+        self._request_id = session.open_request(block, samples, mode, self._attempts - 1, self._span.shared)
 
     def _transmit(self) -> None:
         """Send all that there is to a server."""
@@ -162,7 +189,7 @@ class Delivery:
         assert self._announced is not None  # as above
         session = self._connect()
         self._attempts += 1
-        self._request_id = session.send(*self._announced, self._whole, self._attempts - 1)
+        self._request_id = session.send(*self._announced, self._whole, self._attempts - 1, self._span.shared)
 
     def _connect(self) -> LinkSession:
         self._link, self._session = self._replicas.acquire(self._avoid, self._deadline)
@@ -204,6 +231,7 @@ class Delivery:
         if over or link is None or not self._repeatable or replicas.closed or not replicas.has_other(self._avoid):
             self.close()
             raise error if link is not None or self._failure is None else self._failure  # what happened, not a wait
+        replicas.record_repetition(link)
         # Its frames hold what there was of the answer, and room was taken for one.
         self._link, self._failure = None, error.with_traceback(None)
         logger.info("sending again after %s, attempt %d", type(error).__name__, self._attempts)
@@ -224,6 +252,7 @@ class Delivery:
         received = 0
         for chunk in chunks:
             received += len(chunk.data)
+            self._received_bytes = received
             # Once more `reply_s`, in which the announcement had to come.
             if time.monotonic() > self._limits.latest(began, received) + self._limits.reply_s:
                 raise RemoteProtocolError(f"the answer dribbles: {received} bytes in {time.monotonic() - began:.0f} s")
@@ -235,6 +264,7 @@ class Delivery:
         self._replicas.record_success(self._link)
         self._link.release(self._session)
         self._session = None
+        self._span.end(bytes_up=self._sent_bytes, bytes_down=self._received_bytes, seconds=self._server_s)
         self._let_go()
 
     # -- what is kept -------------------------------------------------------------------------------------------------

@@ -6,16 +6,19 @@ A group has at most N samples in standard mode, and as many as fit into memory p
 
 While one group waits for the server, others encrypt and decrypt. A failure that the data cause does not show outside:
 the group goes on with encrypted zeros to the end and only the client is told (design note, rule 5).
+
+Requests of several clients may run as one query (`trusted_node.serving.scheduling`). What the data of one make fail
+fails it alone:
+
+    requests of 1, 2 and 1 samples, the second makes NaN    its 2 samples go on as zeros, it gets a DataError
+    the model's own operators refuse the third's data       they run once more for each request, on this node alone
+    the server                                              sees 4 samples through all rounds, as always
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,43 +27,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.errors import HeinferError, InputError
-from heinfer.plan import NodeBundle, Plan, RoundStep
-from heinfer.plan.execution import NodeStepError, PlanRunner, Tensors
+from heinfer.plan import NodeBundle, Plan
+from heinfer.plan.execution import PlanRunner
 from heinfer.plan.forecast import GROUP_BYTES as PREPARED_BYTES
 from heinfer.plan.forecast import GROUP_SAMPLES as PREPARED_SAMPLES
 from heinfer.plan.forecast import GROUPS_IN_FLIGHT, answer_bytes
 from heinfer.processes import core_count
+from heinfer.spans import SILENT, Span
 from heinfer.units import size as readable
 from heinfer.wire import Limits, MemoryBudget, Mode
 from heinfer.wire.budget import DEFAULT_SHARE, machine_memory
 from trusted_node.batches import BatchMaterials, BatchUpload
-from trusted_node.delivery import Delivery
+from trusted_node.delivery import Delivery, Watch
+from trusted_node.groups import AnyUpload as AnyUpload
+from trusted_node.groups import DataError as DataError
+from trusted_node.groups import Group, spans_of
 from trusted_node.integrity import AnswerChecks
 from trusted_node.link import ServerLink
 from trusted_node.modes import NAMES, ModeChoice, choose_mode
 from trusted_node.pool import PreparedPool, Taken
 from trusted_node.prepared_uploads import PreparedUpload
 from trusted_node.replicas import Replicas
-from trusted_node.scaling import sample_peaks
 from trusted_node.statistics import QueryStatistics
 from trusted_node.uploads import Upload
 from trusted_node.workers import CryptoPool
 
-#: Uploads of one group under way at once; each holds a session, of which a server serves a limited number.
-UPLOADS_IN_FLIGHT = 4
 _WARM_UPS = 3
 #: What a node gives to queries, half of the machine's memory where nothing is said, is shared out in three: values and
 #: results, uploads that may have to be sent again, and answers, which are held until all of them has been checked.
 MEMORY_SHARES = 3
-#: Seconds after its making at which a mask may not be used any more: what is in memory for long is there to be stolen,
-#: and a server could draw a group's rounds out.
-MASK_LIFETIME_S = 1800.0
-
-AnyUpload = Upload | PreparedUpload | BatchUpload
-
-
-class DataError(InputError):
-    """The data made a value that is not finite. The client is told; the server can't tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +65,19 @@ class QueryResult:
     outputs: dict[str, NDArray[Any]]
     statistics: QueryStatistics
     trace: dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedResult:
+    """What several requests that ran as one query come to.
+
+    Attributes:
+        results: of every request, in their order, or why it has none. They share their statistics.
+        statistics: of the query as a whole.
+    """
+
+    results: list[QueryResult | DataError]
+    statistics: QueryStatistics
 
 
 def check_inputs(plan: Plan, inputs: Mapping[str, NDArray[Any]]) -> int:
@@ -100,6 +108,10 @@ def default_share() -> int:
     return int(DEFAULT_SHARE * machine_memory()) // MEMORY_SHARES
 
 
+def _budget(size: int | MemoryBudget | None, wait_s: float = 0.0) -> MemoryBudget:
+    return size if isinstance(size, MemoryBudget) else MemoryBudget(size or default_share(), wait_s)
+
+
 class Engine:
     """Runs queries; safe to use from several threads.
 
@@ -111,7 +123,8 @@ class Engine:
         prepared: prepared queries; needed where the plan has prepared mode and the choice is not standard.
         choice: which mode queries run in.
         check: whether answers are checked before they are used; without, the server must be trusted to be honest.
-        kept_bytes: memory for uploads that may have to be sent again; None: a sixth of the machine's.
+        kept_bytes: memory for uploads that may have to be sent again; None: a sixth of the machine's. Several engines
+            may share one budget.
         answer_bytes: memory for answers of standard mode and of batches; likewise.
 
     Raises:
@@ -127,8 +140,8 @@ class Engine:
         prepared: PreparedPool | None = None,
         choice: ModeChoice = ModeChoice.AUTO,
         check: bool = True,
-        kept_bytes: int | None = None,
-        answer_bytes: int | None = None,
+        kept_bytes: int | MemoryBudget | None = None,
+        answer_bytes: int | MemoryBudget | None = None,
     ) -> None:
         self.bundle = bundle
         self.replicas = servers if isinstance(servers, Replicas) else Replicas([servers])
@@ -136,9 +149,9 @@ class Engine:
         self.limits = limits
         self.prepared = prepared
         self.choice = choice
-        self._kept = MemoryBudget(kept_bytes or default_share())
+        self._kept = _budget(kept_bytes)
         # Who has waited for all of a query's time would not get far with the room.
-        self._answers = MemoryBudget(answer_bytes or default_share(), wait_s=limits.query_s)
+        self._answers = _budget(answer_bytes, limits.query_s)
         self._checks = AnswerChecks(bundle) if check else None
         if choose_mode(bundle.plan, choice, 1) is Mode.PREPARED and prepared is None:
             raise InputError("prepared mode needs a pool of prepared queries")
@@ -175,50 +188,114 @@ class Engine:
             RemoteProtocolError: the server failed.
             IntegrityError: the server computed something else, now or too often before.
         """
+        check_inputs(self.bundle.plan, inputs)
+        joined = self.infer_joined([inputs], trace_samples)
+        result = joined.results[0]
+        if isinstance(result, DataError):
+            raise result
+        return result
+
+    def infer_joined(
+        self,
+        requests: Sequence[Mapping[str, NDArray[Any]]],
+        trace_samples: int = 0,
+        watch: Watch | None = None,
+        span: Span = SILENT,
+    ) -> JoinedResult:
+        """Run requests as one query, so that they share uploads; what one's data make fail fails it alone.
+
+        Args:
+            requests: one array a model input each, as `check_inputs` lets them pass.
+            trace_samples: leading samples whose values around every block are returned too, with the first request.
+            watch: told what goes to the server.
+            span: of the run, for those of its rounds.
+
+        Raises:
+            InputError: an answer would not fit into memory; nothing was sent.
+            RemoteProtocolError: as `infer`, and then it is so for all of them.
+            IntegrityError: likewise.
+        """
         plan = self.bundle.plan
-        samples = check_inputs(plan, inputs)
-        mode = choose_mode(plan, self.choice, samples, self._batches is not None)
+        counts = [len(next(iter(inputs.values()))) for inputs in requests]
+        mode = choose_mode(plan, self.choice, sum(counts), self._batches is not None)
         size = self._group_size(mode)
-        self._check_room(mode, min(samples, size))
+        self._check_room(mode, min(sum(counts), size))
         statistics = QueryStatistics.empty(len(plan.blocks), plan.rounds)
         statistics.mode = mode.name.lower()
         if mode is Mode.PREPARED and self.prepared is not None:
             statistics.background_s = self.prepared.preparation_s
-        groups: list[tuple[_Group, dict[str, NDArray[Any]]]] = []
-        for start in range(0, samples, size):
-            traced = max(0, min(trace_samples - start, size, samples - start))
+        inputs = requests[0] if len(requests) == 1 else _join(requests)
+        groups: list[tuple[Group, dict[str, NDArray[Any]]]] = []
+        for start in range(0, sum(counts), size):
             part = {name: x[start : start + size] for name, x in inputs.items()}
-            groups.append((_Group(self, statistics, traced, mode), part))
+            end = min(start + size, sum(counts))
+            traced = max(0, min(trace_samples, end) - start)
+            groups.append((Group(self, statistics, traced, mode, spans_of(counts, start, end), watch, span), part))
         results = self._run(groups, mode)
-        names = [t.name for t in plan.outputs]
+        return JoinedResult(self._split(groups, results, counts, statistics), statistics)
+
+    def _split(
+        self,
+        groups: list[tuple[Group, dict[str, NDArray[Any]]]],
+        results: list[dict[str, NDArray[Any]]],
+        counts: Sequence[int],
+        statistics: QueryStatistics,
+    ) -> list[QueryResult | DataError]:
+        """Give every request its outputs, copied where there are several, or what its data made fail first."""
+        failures: dict[int, DataError] = {}
+        for group, _ in groups:
+            failures = {**group.failures, **failures}
+        if len(failures) == len(counts):
+            return [failures[request] for request in range(len(counts))]
+        names = [t.name for t in self.bundle.plan.outputs]
         traces = [group.trace for group, _ in groups if group.trace]
         trace = {name: np.concatenate([t[name] for t in traces]) for name in (traces[0] if traces else ())}
-        return QueryResult({n: np.concatenate([r[n] for r in results]) for n in names}, statistics, trace)
+        outputs = {n: np.concatenate([r[n] for r in results]) if len(results) > 1 else results[0][n] for n in names}
+        if len(counts) == 1:
+            return [QueryResult(outputs, statistics, trace)]
+        split: list[QueryResult | DataError] = []
+        start = 0
+        for request, count in enumerate(counts):
+            own = {name: y[start : start + count].copy() for name, y in outputs.items()}
+            split.append(failures.get(request) or QueryResult(own, statistics, {} if request else trace))
+            start += count
+        return split
 
-    def _run(self, groups: list[tuple[_Group, dict[str, NDArray[Any]]]], mode: Mode) -> list[dict[str, NDArray[Any]]]:
-        """Run groups, a few at a time; a single prepared one runs in the caller's thread, which is the fastest."""
+    def _run(self, groups: list[tuple[Group, dict[str, NDArray[Any]]]], mode: Mode) -> list[dict[str, NDArray[Any]]]:
+        """Run groups, a few at a time; a single prepared one runs in the caller's thread, which is the fastest.
+
+        What the data make fail is in `Group.failures`: the server must see the other groups all the same.
+        """
         if len(groups) == 1 and mode is Mode.PREPARED:
             group, part = groups[0]
             return [group.run(part)]
         futures = [self._threads.submit(group.run, part) for group, part in groups]
-        results: list[dict[str, NDArray[Any]]] = []
-        failures: list[DataError] = []
         try:
-            for future in futures:
-                try:
-                    results.append(future.result())
-                except DataError as error:  # the server must see the other groups all the same
-                    failures.append(error)
+            return [future.result() for future in futures]
         finally:
             for future in futures:
                 future.cancel()
-        if failures:
-            raise failures[0]
-        return results
 
-    def start_delivery(self, last_moment: float) -> Delivery:
-        """Make what carries one upload, whose time is over then (`time.monotonic`)."""
-        return Delivery(self.replicas, self.limits, self._kept, last_moment)
+    def most_joined(self, prepared: int) -> int:
+        """Return how many samples are worth running as one: one group at most.
+
+        Args:
+            prepared: of prepared mode, where every sample costs; in standard mode N samples take as long as one.
+        """
+        mode = choose_mode(self.bundle.plan, self.choice, 1)
+        size = self._group_size(mode)
+        if mode is Mode.PREPARED:
+            return min(size, prepared)
+        while size > 1 and self._answer_bytes(range(len(self.bundle.plan.blocks)), mode, size) > self._answers.total:
+            size //= 2
+        return size
+
+    def start_delivery(self, last_moment: float, watch: Watch | None = None, span: Span = SILENT) -> Delivery:
+        """Make what carries one upload, whose time is over then (`time.monotonic`).
+
+        `watch` is told what it sends, and `span` how much.
+        """
+        return Delivery(self.replicas, self.limits, self._kept, last_moment, watch, span)
 
     def answer_room(self, blocks: Sequence[int], mode: Mode, samples: int) -> AbstractContextManager[None]:
         """Hold room for the largest answer of a round: a group reads them one after the other, each as a whole.
@@ -266,126 +343,5 @@ class Engine:
         return max(1, min(PREPARED_SAMPLES, PREPARED_BYTES // max(1, self.prepared.preparer.query_bytes)))
 
 
-class _Group:
-    """One group of samples on its way through the plan."""
-
-    def __init__(self, engine: Engine, statistics: QueryStatistics, traced: int, mode: Mode) -> None:
-        self._engine = engine
-        self._plan = engine.bundle.plan
-        self._statistics = statistics
-        self._traced = traced
-        self._mode = mode
-        self._samples = 0
-        self._taken: Taken | None = None
-        self.trace: dict[str, NDArray[Any]] = {}
-        self._failure: DataError | None = None
-        self._last_moment = math.inf
-        self._away_s = 0.0
-
-    def run(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
-        """Run all steps; raise what the data caused only when the server has seen all rounds."""
-        self._last_moment = time.monotonic() + self._engine.limits.query_s
-        if self._mode is not Mode.PREPARED:
-            return self._run_watched(inputs)
-        pool = self._engine.prepared
-        assert pool is not None  # prepared mode is chosen only where there is one
-        with pool.online():
-            self._taken = pool.take(len(next(iter(inputs.values()))))
-            self._statistics.add_preparation(self._taken.pooled, self._taken.seconds)
-            self._last_moment = min(self._last_moment, self._taken.made_at + MASK_LIFETIME_S)
-            try:
-                return self._run_watched(inputs)
-            finally:
-                self._taken.wipe()
-                self._taken = None  # groups outlive their run, masks should not
-
-    def _run_watched(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
-        started = time.perf_counter()
-        self._samples = len(next(iter(inputs.values())))
-        try:
-            outputs = self._run_steps(inputs)
-        except BrokenProcessPool as error:
-            raise HeinferError("a process that encrypts died; the query was dropped, ask again") from error
-        self._statistics.add_group(time.perf_counter() - started - self._away_s)
-        for name, values in outputs.items():
-            if values.dtype.kind == "f" and not np.isfinite(values).all():
-                self._fail(f"output {name!r} holds NaN or infinity")
-        if self._failure is not None:
-            raise self._failure
-        return outputs
-
-    def _run_steps(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
-        try:
-            return self._engine.runner.run(inputs, self._round)
-        except NodeStepError as error:
-            self._fail(f"the model's own operators failed on these data: {error}")
-            self._finish_with_zeros(error.position)
-            return {}
-
-    def _fail(self, reason: str) -> None:
-        self._failure = self._failure or DataError(reason)
-
-    def _finish_with_zeros(self, position: int) -> None:
-        """Run the rounds after a step on zeros, so that the server sees what it always sees."""
-        for step in self._plan.steps[position + 1 :]:
-            if isinstance(step, RoundStep):
-                specs = [t for b in step.blocks for t in self._plan.blocks[b].inputs]
-                self._round(step, {t.name: np.zeros((self._samples, *t.shape), np.float32) for t in specs})
-
-    def _round(self, step: RoundStep, tensors: Tensors) -> dict[str, NDArray[Any]]:
-        """Send the blocks of a round, each by a delivery of its own, and receive them, a few at a time."""
-        with self._engine.answer_room(step.blocks, self._mode, self._samples):
-            return self._exchange(step, tensors)
-
-    def _exchange(self, step: RoundStep, tensors: Tensors) -> dict[str, NDArray[Any]]:
-        made: dict[str, NDArray[Any]] = {}
-        pending: deque[tuple[int, Delivery, AnyUpload]] = deque()
-        try:
-            for index in step.blocks:
-                if len(pending) == UPLOADS_IN_FLIGHT:
-                    made.update(self._receive(pending))
-                self._send(index, tensors, pending)
-            while pending:
-                made.update(self._receive(pending))
-        finally:
-            for _, delivery, upload in pending:  # none where all went well
-                delivery.close()
-                upload.wipe()
-        return made
-
-    def _send(self, index: int, tensors: Tensors, pending: deque[tuple[int, Delivery, AnyUpload]]) -> None:
-        engine = self._engine
-        delivery = engine.start_delivery(self._last_moment)
-        upload = engine.start_upload(index, delivery, self._mode, self._taken, self._statistics)
-        pending.append((index, delivery, upload))
-        checked = [self._finite(tensors[t.name], t.name) for t in self._plan.blocks[index].inputs]
-        values = [x for x, _ in checked]
-        upload.send(values, [peak for _, peak in checked])
-        self._record(index, "input", values)
-
-    def _receive(self, pending: deque[tuple[int, Delivery, AnyUpload]]) -> dict[str, NDArray[Any]]:
-        index, _, upload = pending[0]
-        result = upload.receive(self._traced)
-        pending.popleft()
-        self._away_s += upload.waited_s
-        self._record(index, "output", result.outputs)
-        self._record(index, "bound", result.bounds)
-        specs = self._plan.blocks[index].outputs
-        return {t.name: y for t, y in zip(specs, result.outputs, strict=True)}
-
-    def _finite(self, values: NDArray[Any], name: str) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-        """Return the values, zeros for every sample that holds something not finite, and max |x| of each sample."""
-        peaks = sample_peaks(values)
-        bad = ~np.isfinite(peaks)
-        if not bad.any():
-            return values, peaks
-        self._fail(f"tensor {name!r} holds NaN or infinity for sample {int(np.argmax(bad))} of its group")
-        clean = values.copy()
-        clean[bad] = 0
-        return clean, np.where(bad, 0.0, peaks)
-
-    def _record(self, block: int, kind: str, arrays: list[NDArray[Any]]) -> None:
-        if self._traced:
-            for position, array in enumerate(arrays):
-                name = f"trace/{block}/{kind}/{position}"
-                self.trace[name] = array[: self._traced].astype(np.float32)
+def _join(requests: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    return {name: np.concatenate([inputs[name] for inputs in requests]) for name in requests[0]}

@@ -157,7 +157,7 @@ class LinkSession:
         return not self._connection.has_news
 
     def exchange(
-        self, block: int, samples: int, mode: Mode, rows: bytes | memoryview, attempt: int = 0
+        self, block: int, samples: int, mode: Mode, rows: bytes | memoryview, attempt: int = 0, trace: bytes = b""
     ) -> tuple[BlockAnswer, Iterator[Chunk]]:
         """Send a whole upload and wait for its answer: one message each way where they fit into a chunk.
 
@@ -167,6 +167,7 @@ class LinkSession:
             mode: how it was made.
             rows: all rows, packed, C-contiguous.
             attempt: how often the same bytes were sent before.
+            trace: names our span, where the server may know.
 
         Returns:
             The answer's announcement, and its chunks as they arrive, to be read to the end.
@@ -175,12 +176,14 @@ class LinkSession:
             RemoteProtocolError: the server sent something else, or went away; the iterator raises it too.
             LocalProtocolError: these are not the rows of such an upload.
         """
-        return self.receive(self.send(block, samples, mode, rows, attempt))
+        return self.receive(self.send(block, samples, mode, rows, attempt, trace))
 
-    def send(self, block: int, samples: int, mode: Mode, rows: bytes | memoryview, attempt: int = 0) -> int:
+    def send(
+        self, block: int, samples: int, mode: Mode, rows: bytes | memoryview, attempt: int = 0, trace: bytes = b""
+    ) -> int:
         """The first half of `exchange`; returns the request id."""
         request_id = self._protocol.next_id
-        for event in self._protocol.upload(block, samples, mode, rows, attempt):
+        for event in self._protocol.upload(block, samples, mode, rows, attempt, trace):
             self._put(event)
         return request_id
 
@@ -193,9 +196,11 @@ class LinkSession:
             raise self._unexpected(announcement, request_id)
         return announcement, self._chunks(request_id)
 
-    def open_request(self, block: int, samples: int, mode: Mode = Mode.STANDARD, attempt: int = 0) -> int:
+    def open_request(
+        self, block: int, samples: int, mode: Mode = Mode.STANDARD, attempt: int = 0, trace: bytes = b""
+    ) -> int:
         """Announce an upload whose rows follow by `send_rows`; return its request id."""
-        request = self._protocol.open_request(block, samples, mode, attempt)
+        request = self._protocol.open_request(block, samples, mode, attempt, trace=trace)
         self._put(request)
         return request.request_id
 

@@ -4,7 +4,7 @@
 
 A burst larger than the pool costs time and never fails. Entries that wait here expire within minutes, are wiped when
 the pool closes, and are dropped in a forked child. A group of samples holds what it took until its last round, for
-`engine.MASK_LIFETIME_S` at most.
+`groups.MASK_LIFETIME_S` at most.
 """
 
 from __future__ import annotations

@@ -54,6 +54,8 @@ _WORD: Final = 8
 _LANES_OF_SAMPLES: Final = 4
 #: Memory that is kept for coming queries.
 _SPARE_BYTES: Final = 200 * 2**20
+#: Of one query; more than this is kept in its own length.
+_ROUNDED_BYTES: Final = 32 * 2**20
 
 
 class BlockMaterial:
@@ -243,7 +245,9 @@ class PreparedQuery:
 class _SpareMemory:
     """Memory of queries that are over, for the next ones: what the system maps anew costs more than what goes into it.
 
-    Safe to use from several threads. Who takes memory overwrites all of it.
+    Safe to use from several threads. Who takes memory overwrites what it uses of it. Groups of joined queries have all
+    sizes, so lengths are rounded up to 2, 3, 4, 6, 8, 12, ...: else memory would be kept for every size. What lies
+    beyond is never touched and so never given to us by the system.
     """
 
     def __init__(self) -> None:
@@ -252,13 +256,14 @@ class _SpareMemory:
         self._bytes = 0
 
     def take(self, words: int) -> Residues:
-        """Return memory of some length, its contents arbitrary but not secret."""
+        """Return memory of some length or more, its contents arbitrary but not secret."""
+        length = _rounded_up(words) if words * _WORD <= _ROUNDED_BYTES else words
         with self._lock:
-            kept = self._kept.get(words)
+            kept = self._kept.get(length)
             if kept:
-                self._bytes -= words * _WORD
+                self._bytes -= length * _WORD
                 return kept.pop()
-        return secret_memory(words)
+        return secret_memory(length)
 
     def give_back(self, memory: Residues) -> None:
         """Keep memory that holds nothing secret any more, unless there is enough."""
@@ -269,6 +274,12 @@ class _SpareMemory:
             if memory.nbytes <= _SPARE_BYTES:
                 self._bytes += memory.nbytes
                 self._kept.setdefault(len(memory), []).append(memory)
+
+
+def _rounded_up(words: int) -> int:
+    """Return the next power of two, or three quarters of it: 5 -> 6, 7 -> 8."""
+    power = 1 << max(0, words - 1).bit_length()
+    return power // 4 * 3 if words <= power // 4 * 3 else power
 
 
 def secret_memory(words: int) -> Residues:

@@ -36,6 +36,7 @@ class _Standing:
     failures: int = 0
     rests_until: float = 0.0
     asked: int = 0
+    repetitions: int = 0
 
     @property
     def in_quarantine(self) -> bool:
@@ -96,6 +97,28 @@ class Replicas:
             rest = min(LONGEST_REST_S, FIRST_REST_S * 2**standing.failures)
             standing.failures += 1
             standing.rests_until = now + rest * _jitter.uniform(0.5, 1.0)
+
+    def record_repetition(self, link: ServerLink) -> None:
+        """Count an upload that is sent again, there or elsewhere, after this server failed."""
+        with self._lock:
+            self._of(link).repetitions += 1
+
+    def repetitions(self, link: ServerLink) -> int:
+        """Return how many uploads were sent again after this server failed."""
+        return self._of(link).repetitions
+
+    def failures(self, link: ServerLink) -> int:
+        """Return how often in a row this server failed of late."""
+        return self._of(link).failures
+
+    def is_resting(self, link: ServerLink) -> bool:
+        """Whether this server is left alone for now."""
+        return self._of(link).rests_until > time.monotonic()
+
+    @property
+    def in_quarantine(self) -> bool:
+        """Whether all servers are."""
+        return all(standing.in_quarantine for standing in self._standings)
 
     def record_success(self, link: ServerLink) -> None:
         """Forget what a server did before."""

@@ -1,9 +1,14 @@
-"""The node's service towards its clients, who are in the same domain of trust."""
+"""The node's service towards its clients, who are in the same domain of trust.
+
+    greeting (model "digits") --> ModelQueries("digits") --Query--> Models.get("digits").submit --> result, or why not
+
+A connection is about one model, which its greeting names; without a name it is the node's only or first one. A model is
+looked up at every question, so that one which is loaded anew is the next question's.
+"""
 
 from __future__ import annotations
 
-import logging
-import time
+import secrets
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -19,6 +24,8 @@ from heinfer.wire import (
     Limits,
     MemoryBudget,
     PlainText,
+    QueryFailedError,
+    QueryFailureCode,
     QueryHeader,
     ResultEvent,
     ResultHeader,
@@ -30,13 +37,19 @@ from heinfer.wire import (
     iterate_tensor_chunks,
     serve_queries,
 )
-from trusted_node.engine import Engine, default_share
+from heinfer.wire.listener import ConnectionCounts
+from heinfer.wire.query_service import MAX_CONNECTIONS
+from trusted_node.engine import QueryResult, default_share
+from trusted_node.serving.interface import (
+    Channel,
+    DeadlineError,
+    ModelNotReadyError,
+    Models,
+    Query,
+    QueueFullError,
+    ServedModel,
+)
 
-logger = logging.getLogger(__name__)
-#: Queries that are read, run or answered at once.
-WORKERS = 16
-#: Samples of one query: bounds what a query makes the node hold.
-MAX_SAMPLES = 65_536
 #: Samples of one query whose values inside the model may be asked for: reports take 32.
 MAX_TRACED_SAMPLES = 256
 
@@ -45,7 +58,8 @@ class NodeService:
     """Serves queries until stopped.
 
     Args:
-        engine: runs them.
+        models: run them.
+        model: the one that clients get who name none.
         address: where to listen.
         limits: sizes and times.
         allow_trace: whether clients may ask for values inside the model, for reports.
@@ -59,7 +73,8 @@ class NodeService:
 
     def __init__(
         self,
-        engine: Engine,
+        models: Models,
+        model: str,
         address: Address,
         limits: Limits,
         allow_trace: bool,
@@ -67,29 +82,65 @@ class NodeService:
         tokens: TokenFile | None = None,
         memory: int | None = None,
     ) -> None:
-        self._engine = engine
+        self._models = models
         self._limits = limits
         self._allow_trace = allow_trace
+        self.queries = self.about(model)
         budget = MemoryBudget(memory or default_share(), limits.room_s)
-        self._server = serve_queries(address, self, limits, WORKERS, security=security, tokens=tokens, memory=budget)
+        self._server = serve_queries(
+            address,
+            self.queries,
+            limits,
+            MAX_CONNECTIONS,  # what waits is the models' queues' business
+            security=security,
+            tokens=tokens,
+            memory=budget,
+            about=self.about,
+        )
         self.address = self._server.address
+
+    def about(self, model: str) -> ModelQueries:
+        """Return who answers queries about a model.
+
+        Raises:
+            UnknownModelError: there is none of that name.
+        """
+        return ModelQueries(self._models, model, self._limits, self._allow_trace)
+
+    def connections(self) -> ConnectionCounts:
+        """Return what has become of clients' connections."""
+        return self._server.connections()
 
     def stop(self, grace_s: float = 5.0) -> None:
         """Refuse new queries, let running ones end within the grace, then stop."""
         self._server.stop(grace_s)
 
+
+class ModelQueries:
+    """Answers queries about one model; see `heinfer.wire.query_service.QueryHandler`.
+
+    Args:
+        models: run them.
+        name: of the model.
+        limits: sizes.
+        allow_trace: whether clients may ask for values inside the model.
+    """
+
+    def __init__(self, models: Models, name: str, limits: Limits, allow_trace: bool) -> None:
+        self._models = models
+        self._name = name
+        self._limits = limits
+        self._allow_trace = allow_trace
+
     def describe(self) -> Description:
-        """Return what this node serves."""
-        bundle = self._engine.bundle
-        inputs, outputs = _specs(bundle.plan)
-        return Description(bundle.plan_hash, inputs, outputs, MAX_SAMPLES)
+        """Return what this model takes and gives."""
+        model = self._model()
+        inputs, outputs = _specs(model.plan)
+        return Description(model.plan_hash, inputs, outputs, model.max_samples, model=model.name)
 
     def answer(self, header: QueryHeader, tensors: dict[str, NDArray[Any]]) -> Iterator[ResultEvent]:
         """Run a query and yield its result."""
-        samples = max((len(x) for x in tensors.values()), default=0)
-        started = time.perf_counter()
-        result = self._engine.infer(tensors, header.trace_samples)
-        logger.info("query: %d samples in %.1f ms", samples, 1e3 * (time.perf_counter() - started))
+        result = self._run(header, tensors)
         outputs = {**result.outputs, **result.trace}
         chunks = iterate_tensor_chunks(outputs, self._limits)
         yield ResultHeader(header.request_id, describe_tensors(outputs), next(chunks, None))
@@ -103,7 +154,7 @@ class NodeService:
         Traced are inputs, outputs and the outputs' bounds of every block, in float32.
         """
         samples = max((spec.shape[0] or 0 for spec in header.tensors), default=0)
-        plan = self._engine.bundle.plan
+        plan = self._model().plan
         one = sum(prod(t.shape) * np.dtype(t.dtype).itemsize for t in (*plan.inputs, *plan.outputs))
         values = sum(prod(t.shape) for block in plan.blocks for t in (*block.inputs, *block.outputs, *block.outputs))
         return 2 * (samples * one + min(header.trace_samples, samples) * values * np.dtype(np.float32).itemsize)
@@ -114,7 +165,8 @@ class NodeService:
         Raises:
             InputError: it does not fit the model, has too many samples, or asks for what this node does not give.
         """
-        expected = {t.name: t for t in self._engine.bundle.plan.inputs}
+        model = self._model()
+        expected = {t.name: t for t in model.plan.inputs}
         for spec in header.tensors:
             known = expected.get(spec.name)
             if known is None:
@@ -124,8 +176,10 @@ class NodeService:
                 raise InputError(
                     f"input {spec.name!r}: expected {known.dtype} {shape}, found {spec.dtype} {spec.shape}"
                 )
-            if (spec.shape[0] or 0) > MAX_SAMPLES:
-                raise InputError(f"a query may have {MAX_SAMPLES} samples, found {spec.shape[0]}; send several queries")
+            if (spec.shape[0] or 0) > model.max_samples:
+                raise InputError(
+                    f"a query may have {model.max_samples} samples, found {spec.shape[0]}; send several queries"
+                )
         if header.trace_samples and not self._allow_trace:
             raise InputError("this node does not return values inside the model; start it with --allow-trace")
         if header.trace_samples > MAX_TRACED_SAMPLES:
@@ -133,6 +187,27 @@ class NodeService:
                 f"values inside the model can be asked for of {MAX_TRACED_SAMPLES} samples a query, found "
                 f"{header.trace_samples}; send several queries"
             )
+
+    def _model(self) -> ServedModel:
+        try:
+            return self._models.get(self._name)
+        except ModelNotReadyError as error:
+            raise QueryFailedError(QueryFailureCode.BUSY, str(error)) from None
+
+    def _run(self, header: QueryHeader, tensors: dict[str, NDArray[Any]]) -> QueryResult:
+        """Wait for a query's result; what it costs is told of it alone, so where that is asked for it runs alone."""
+        query = Query(
+            tensors,
+            Channel.FRAMES,
+            secrets.token_hex(8),
+            trace_samples=header.trace_samples,
+            alone=header.want_statistics,
+            traceparent=header.traceparent,
+        )
+        try:
+            return self._model().submit(query).result()
+        except (QueueFullError, ModelNotReadyError, DeadlineError) as error:
+            raise QueryFailedError(QueryFailureCode.BUSY, str(error)) from None
 
 
 def _specs(plan: Plan) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:

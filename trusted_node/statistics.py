@@ -62,6 +62,7 @@ class QueryStatistics:
     preparation_s: float = 0.0
     background_s: float | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _counted: bool = field(default=False, repr=False)
 
     @classmethod
     def empty(cls, blocks: int, rounds: int) -> QueryStatistics:
@@ -86,6 +87,12 @@ class QueryStatistics:
         with self._lock:
             self.pooled += pooled
             self.preparation_s += seconds
+
+    def count_once(self) -> bool:
+        """Return whether nobody has asked before: queries that ran as one share statistics, which count once."""
+        with self._lock:
+            first, self._counted = not self._counted, True
+            return first
 
     def raise_bounds(self, bound: float, step: float) -> None:
         """Take the bound and the rounding step of results into account."""

@@ -14,6 +14,7 @@ from heinfer.cli.transport import (
     CaOption,
     CertificateOption,
     KeyOption,
+    ModelNameOption,
     PlainTextOption,
     TlsOption,
     TokenOption,
@@ -64,12 +65,13 @@ def evaluate_command(
     tls_key: KeyOption = None,
     insecure_plain_text: PlainTextOption = False,
     token_file: TokenOption = None,
+    model_name: ModelNameOption = "",
     json: JsonOption = None,
 ) -> None:
     """Compare a model under encryption with the same model in the clear: accuracy, error, time, bytes."""
     if resume and journal is None:
         raise typer.BadParameter("--resume goes with --journal")
-    if node is None and any((tls, tls_ca, tls_cert, tls_key, insecure_plain_text, token_file)):
+    if node is None and any((tls, tls_ca, tls_cert, tls_key, insecure_plain_text, token_file, model_name)):
         raise typer.BadParameter("options of transport go with --node; without, all stays on this machine")
     from heinfer.client import evaluate
     from heinfer.client.data import load_data
@@ -88,7 +90,8 @@ def evaluate_command(
         through = None
         if node is not None:
             towards_node = security(tls, tls_ca, tls_cert, tls_key, insecure_plain_text)
-            through = stack.enter_context(RemoteModel(node, security=towards_node, token=token_of(token_file)))
+            asked = RemoteModel(node, security=towards_node, token=token_of(token_file), model=model_name)
+            through = stack.enter_context(asked)
         report = evaluate(
             bundle,
             loaded.x,

@@ -17,6 +17,7 @@ from heinfer.cli.transport import (
     CaOption,
     CertificateOption,
     KeyOption,
+    ModelNameOption,
     PlainTextOption,
     TlsOption,
     TokenOption,
@@ -54,6 +55,7 @@ def infer_command(
     tls_key: KeyOption = None,
     insecure_plain_text: PlainTextOption = False,
     token_file: TokenOption = None,
+    model_name: ModelNameOption = "",
     json: JsonOption = None,
 ) -> None:
     """Ask for a model's answer under encryption."""
@@ -63,6 +65,8 @@ def infer_command(
         raise typer.BadParameter("--trusted-key goes with --bundle; a node has its own")
     if bundle is not None and any((tls, tls_ca, tls_cert, tls_key, insecure_plain_text, token_file)):
         raise typer.BadParameter("options of transport go with --node; --bundle stays on this machine")
+    if bundle is not None and model_name:
+        raise typer.BadParameter("--model-name goes with --node; a bundle holds one model")
     import numpy as np
 
     from heinfer.client.data import load_query
@@ -73,7 +77,8 @@ def infer_command(
         raise typer.BadParameter(f"{query} does not exist", param_hint="QUERY.npy")
     context: AbstractContextManager[RemoteModel]
     if node is not None:
-        context = _connect(node, security(tls, tls_ca, tls_cert, tls_key, insecure_plain_text), token_of(token_file))
+        towards_node = security(tls, tls_ca, tls_cert, tls_key, insecure_plain_text)
+        context = _connect(node, towards_node, token_of(token_file), model_name)
     else:
         context = _start(bundle or Path(), mode, trusted_key or ())
     with context as model:
@@ -92,10 +97,10 @@ def infer_command(
     write_json(json, {**figures, "output": result.tolist()})
 
 
-def _connect(node: str, towards_node: Security, token: str | None) -> RemoteModel:
+def _connect(node: str, towards_node: Security, token: str | None, name: str) -> RemoteModel:
     from heinfer.client.remote import RemoteModel
 
-    return RemoteModel(node, security=towards_node, token=token)
+    return RemoteModel(node, security=towards_node, token=token, model=name)
 
 
 def _start(bundle: Path, mode: str, trusted_keys: Sequence[Path]) -> AbstractContextManager[RemoteModel]:

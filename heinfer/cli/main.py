@@ -14,6 +14,7 @@ from heinfer.cli import (
     estimating,
     evaluating,
     inferring,
+    node_role,
     partitioning,
     privacy,
     roles,
@@ -21,6 +22,7 @@ from heinfer.cli import (
     studies,
     training,
 )
+from heinfer.cli.logs import Format, set_up_logging
 from heinfer.errors import HeinferError
 from heinfer.processes import prepare_environment
 
@@ -38,10 +40,12 @@ app = typer.Typer(
 @app.callback()
 def options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log ids, shapes, bytes and milliseconds.")] = False,
+    log_format: Annotated[
+        Format, typer.Option("--log-format", help="text for people; json: an object a line, for machines.")
+    ] = "text",
 ) -> None:
     """Set up logging; values and keys are never logged."""
-    level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(logging.INFO if verbose else logging.WARNING, log_format)
 
 
 GROUPS = (
@@ -49,6 +53,7 @@ GROUPS = (
     signing,
     estimating,
     roles,
+    node_role,
     certificates,
     inferring,
     evaluating,

@@ -50,6 +50,9 @@ TokensOption = Annotated[
 TokenOption = Annotated[
     Path | None, _option("--token-file", "FILE", "Our token, for a node that wants one; for our eyes only.")
 ]
+ModelNameOption = Annotated[
+    str, typer.Option("--model-name", metavar="NAME", help="Which of the node's models; its only or first one.")
+]
 
 
 def security(

@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from heinfer.client.tracing import client_span
 from heinfer.errors import InputError, RemoteProtocolError
 from heinfer.wire import (
     PROTOCOL_VERSION,
@@ -53,18 +54,19 @@ class RemoteModel:
         limits: Limits | None = None,
         security: Security = PlainText.ON_LOOPBACK,
         token: str | None = None,
+        model: str = "",
     ) -> None:
         self._limits = limits or Limits()
         self.address = parse_address(address) if isinstance(address, str) else address
-        self._client = QueryClient(self.address, self._limits, security, token)
+        self._client = QueryClient(self.address, self._limits, security, token, model)
         self._ids = itertools.count(1)
         try:
-            self.description: Description = self._describe()
+            self.description: Description = self._describe(model)
         except BaseException:
             self._client.close()
             raise
 
-    def _describe(self) -> Description:
+    def _describe(self, model: str) -> Description:
         try:
             description = self._client.describe()
         except QueryFailedError:
@@ -75,6 +77,11 @@ class RemoteModel:
             raise RemoteProtocolError(
                 f"the node at {self.address} speaks version {description.protocol_version} of the protocol, "
                 f"expected {PROTOCOL_VERSION}: install the same heinfer on both sides"
+            )
+        if model and description.model != model:  # an older node does not hear which one we ask for
+            raise RemoteProtocolError(
+                f"the node at {self.address} answers for model {description.model!r}, expected {model!r}: install the "
+                "same heinfer on both sides"
             )
         return description
 
@@ -123,8 +130,9 @@ class RemoteModel:
         inputs = self.prepare(x)
         chunks = iterate_tensor_chunks(inputs, self._limits)
         specs = describe_tensors(inputs)
-        header = QueryHeader(next(self._ids), specs, statistics, trace_samples, next(chunks, None))
-        tensors, found = self._client.ask(header, chunks)
+        with client_span(self.description.model, len(next(iter(inputs.values())))) as traceparent:
+            header = QueryHeader(next(self._ids), specs, statistics, trace_samples, next(chunks, None), traceparent)
+            tensors, found = self._client.ask(header, chunks)
         outputs = {t.name: tensors[t.name] for t in self.description.outputs if t.name in tensors}
         trace = {name: array for name, array in tensors.items() if name not in outputs}
         return Answer(outputs, json.loads(found.json) if found is not None else {}, trace)
@@ -162,6 +170,7 @@ def connect(
     tls: str | Path | Tls | None = None,
     token: str | None = None,
     insecure_plain_text: bool = False,
+    model: str = "",
 ) -> RemoteModel:
     """Connect to a node.
 
@@ -171,6 +180,7 @@ def connect(
             (`heinfer.wire.Tls.load`). None: plain text, on this machine only.
         token: says who we are, for a node that wants one.
         insecure_plain_text: send queries unencrypted to other machines too, over a network that encrypts by itself.
+        model: which of the node's models, by its name; "": its only or first one.
 
     Raises:
         RemoteProtocolError: nobody answers there, or the node refuses us.
@@ -181,4 +191,4 @@ def connect(
         if insecure_plain_text:
             raise InputError("either tls or insecure_plain_text, not both")
         security = tls if isinstance(tls, Tls) else Tls.from_folder(tls)
-    return RemoteModel(address, security=security, token=token)
+    return RemoteModel(address, security=security, token=token, model=model)

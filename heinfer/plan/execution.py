@@ -19,6 +19,7 @@ from heinfer.plan.schema import NodeStep, Plan, RoundStep
 
 Tensors = Mapping[str, NDArray[Any]]
 RunRound = Callable[[RoundStep, Tensors], Tensors]
+RepeatStep = Callable[[NodeStep, Tensors, "NodeStepError"], Tensors]
 
 
 #: Names in a serialised model that tell of quantised operators.
@@ -106,12 +107,15 @@ class PlanRunner:
                 self._last_use[name] = position
         self._last_use.update({t.name: len(plan.steps) for t in plan.outputs})
 
-    def run(self, inputs: Tensors, run_round: RunRound) -> dict[str, NDArray[Any]]:
+    def run(
+        self, inputs: Tensors, run_round: RunRound, repeat_step: RepeatStep | None = None
+    ) -> dict[str, NDArray[Any]]:
         """Run all steps.
 
         Args:
             inputs: the plan's inputs, shape (samples, *shape).
             run_round: evaluates the blocks of a round, given the tensors so far.
+            repeat_step: makes the outputs of a step that failed, or raises its error.
 
         Returns:
             The plan's outputs, shape (samples, *shape).
@@ -124,12 +128,27 @@ class PlanRunner:
             if isinstance(step, RoundStep):
                 tensors.update(run_round(step, tensors))
             else:
-                tensors.update(self._run_step(position, step, tensors))
+                tensors.update(self._run_or_repeat(position, step, tensors, repeat_step))
             for name in [n for n in tensors if self._last_use.get(n, -1) <= position]:
                 del tensors[name]
         return {t.name: np.asarray(tensors[t.name]) for t in self._plan.outputs}
 
-    def _run_step(self, position: int, step: NodeStep, tensors: Tensors) -> Tensors:
+    def _run_or_repeat(
+        self, position: int, step: NodeStep, tensors: Tensors, repeat_step: RepeatStep | None
+    ) -> Tensors:
+        try:
+            return self.run_step(position, step, tensors)
+        except NodeStepError as error:
+            if repeat_step is None:
+                raise
+            return repeat_step(step, tensors, error)
+
+    def run_step(self, position: int, step: NodeStep, tensors: Tensors) -> dict[str, NDArray[Any]]:
+        """Run one of the node's own steps.
+
+        Raises:
+            NodeStepError: onnxruntime failed.
+        """
         try:
             feeds = {name: tensors[name] for name in step.inputs}
             results = self._sessions[step.model].run(list(step.outputs), feeds)

@@ -17,7 +17,7 @@ from heinfer.errors import CiphertextError
 from heinfer.operators import ResidueProgram
 from heinfer.plan import ServerBundle
 from heinfer.ring import even_slices, pack, packed_bytes, run_tiles, self_test, transpose_into, unpack
-from heinfer.server.prepared import PreparedBlocks
+from heinfer.server.prepared import PreparedBlocks, SharedMerger
 
 #: Residues per tile of a transposition.
 _TILE_RESIDUES = 1 << 17
@@ -28,17 +28,18 @@ class BlockEvaluator:
 
     Args:
         bundle: the server's folder.
+        merger: runs requests in prepared mode, of other plans too; None: of this one alone.
 
     Raises:
         ParameterError: this machine's arithmetic is not exact.
     """
 
-    def __init__(self, bundle: ServerBundle) -> None:
+    def __init__(self, bundle: ServerBundle, merger: SharedMerger | None = None) -> None:
         self.bundle = bundle
         self._parameters = bundle.plan.ring.parameters
         self_test(self._parameters)
         self._programs: dict[int, ResidueProgram] = {}
-        self.prepared = PreparedBlocks(bundle) if bundle.plan.has_prepared_mode else None
+        self.prepared = PreparedBlocks(bundle, merger) if bundle.plan.has_prepared_mode else None
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Run blocks once on zeros, so that kernels are compiled before the first request.

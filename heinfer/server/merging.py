@@ -2,6 +2,8 @@
 
     request --> waiting, by block --> (a slot is free) --> one evaluation of all that wait for the block --> answers
 
+A server of several plans has one merger: slots are for all of them, and a block is one of a certain plan.
+
 A slot that gets free goes to the request that has waited longest, which takes the others for its block along; a request
 that was taken along is done when it is answered, and needs no slot.
 
@@ -12,14 +14,15 @@ ciphertext: each keeps its own rows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Residues = NDArray[np.int64]
+Block = TypeVar("Block", bound=Hashable)
 #: Residues that one evaluation takes together (256 MB); a single larger request runs alone.
 MOST_RESIDUES: Final = 1 << 25
 
@@ -34,26 +37,26 @@ class _Waiting:
     error: BaseException | None = None
 
 
-class Merger:
+class Merger(Generic[Block]):
     """Runs requests, at most `slots` evaluations at a time.
 
     Args:
-        run: evaluates a block on residues of shape (samples, values).
+        run: evaluates a block, whatever stands for it, on residues of shape (samples, values).
         slots: evaluations at a time.
     """
 
-    def __init__(self, run: Callable[[int, Residues], Residues], slots: int) -> None:
+    def __init__(self, run: Callable[[Block, Residues], Residues], slots: int) -> None:
         self._run = run
         self._free = slots
         self._lock = threading.Lock()
-        self._waiting: dict[int, list[_Waiting]] = {}  # oldest first
+        self._waiting: dict[Block, list[_Waiting]] = {}  # oldest first
         self._requests = 0
 
-    def evaluate(self, block: int, residues: Residues) -> Residues:
+    def evaluate(self, block: Block, residues: Residues) -> Residues:
         """Evaluate a block, together with requests for the same block that wait at the same time.
 
         Args:
-            block: index.
+            block: which one.
             residues: int64 in [0, q), shape (samples, values up).
 
         Returns:
@@ -72,7 +75,7 @@ class Merger:
         assert own.result is not None  # ready without an error
         return own.result
 
-    def _enter(self, block: int, residues: Residues) -> _Waiting:
+    def _enter(self, block: Block, residues: Residues) -> _Waiting:
         """Take a free slot, or a place among those that wait."""
         with self._lock:
             self._requests += 1
@@ -97,7 +100,7 @@ class Merger:
             oldest.has_slot = True
             oldest.ready.set()
 
-    def _take(self, block: int, own: _Waiting) -> list[_Waiting]:
+    def _take(self, block: Block, own: _Waiting) -> list[_Waiting]:
         """Return own request and those that wait for the same block and fit beside it."""
         with self._lock:
             batch, left, size = [own], [], own.residues.size
@@ -111,7 +114,7 @@ class Merger:
                 self._waiting[block] = left
             return batch
 
-    def _evaluate(self, block: int, batch: list[_Waiting]) -> None:
+    def _evaluate(self, block: Block, batch: list[_Waiting]) -> None:
         try:
             joined = batch[0].residues if len(batch) == 1 else np.concatenate([item.residues for item in batch])
             result = self._run(block, joined)

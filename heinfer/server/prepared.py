@@ -8,7 +8,9 @@ are evaluated in one product.
 
 from __future__ import annotations
 
+import threading
 from math import prod
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +27,23 @@ Residues = NDArray[np.int64]
 _WARM_UP_SAMPLES = (1, 2)
 
 
+SharedMerger: TypeAlias = "Merger[tuple[PreparedBlocks, int]]"
+
+
+def shared_merger() -> SharedMerger:
+    """Return a merger for the blocks of several plans."""
+    return Merger(lambda block, residues: block[0].run(block[1], residues), core_count())
+
+
 class PreparedBlocks:
     """All blocks of a plan with prepared mode, ready to run; safe to use from several threads.
 
     Args:
         bundle: the server's folder.
+        merger: runs requests of other plans too; None: of this one alone.
     """
 
-    def __init__(self, bundle: ServerBundle) -> None:
+    def __init__(self, bundle: ServerBundle, merger: SharedMerger | None = None) -> None:
         self._ring = bundle.plan.ring.parameters
         self._programs = [
             ResidueProgram(form.program, {**bundle.arrays, **form.arrays}, self._ring)
@@ -41,12 +52,19 @@ class PreparedBlocks:
         ]
         programs = [program.program for program in self._programs]
         self._values = [(sum(map(prod, p.inputs)), sum(map(prod, p.output_shapes))) for p in programs]
-        self._merger = Merger(self._run, core_count())
+        self._merger = merger or shared_merger()
+        self._counting = threading.Lock()
+        self._products = 0
 
     def warm_up(self, block: int) -> None:
         """Run a block on zeros, so that the first query finds everything compiled."""
         for samples in _WARM_UP_SAMPLES:
             self._run(block, np.zeros((samples, self.values(block)[0]), np.int64))
+
+    @property
+    def products(self) -> int:
+        """Products so far; requests that waited together shared one."""
+        return self._products
 
     def values(self, block: int) -> tuple[int, int]:
         """Return the residues of one sample, up and down."""
@@ -66,7 +84,13 @@ class PreparedBlocks:
             CiphertextError: a residue is not below q.
         """
         up, _ = self.values(block)
-        return pack(self._merger.evaluate(block, unpack(packed, up, self._ring.modulus)))
+        return pack(self._merger.evaluate((self, block), unpack(packed, up, self._ring.modulus)))
+
+    def run(self, block: int, residues: Residues) -> Residues:
+        """Evaluate a block on residues of shape (samples, values up), for the merger."""
+        with self._counting:
+            self._products += 1
+        return self._run(block, residues)
 
     def _run(self, block: int, residues: Residues) -> Residues:
         return self._programs[block].evaluate_joined(residues)

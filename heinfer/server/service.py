@@ -1,14 +1,18 @@
 """The untrusted server: one handler a connection, the protocol's state machine, and the evaluator.
 
+It may serve several plans on one port: the hash in a node's greeting picks one, and one that is unknown is refused.
+Plans share the memory for requests and the slots for products (`heinfer.server.prepared.shared_merger`).
+
 The server keeps nothing between requests but the loaded plan. Whatever goes wrong, its peer sees a fixed code.
 What a request asks for depends on its mode: `REQUESTS` names who takes its rows and makes its answer.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,11 +23,14 @@ from heinfer.errors import RemoteProtocolError
 from heinfer.ring import pack, packed_bytes, unpack
 from heinfer.ring.packing import GROUP_RESIDUES
 from heinfer.server.evaluation import BlockEvaluator, Upload, pack_rows
+from heinfer.server.observing import SESSION_DIGITS, AnsweredRequest, RequestObserver, Unobserved
 from heinfer.server.prepared import Collector
+from heinfer.spans import NO_TRACER, Span, SpanName, TraceContext, Tracer
 from heinfer.wire import (
     GROUP_BYTES,
     Address,
     BlockRequest,
+    BlockShape,
     Chunk,
     End,
     Hello,
@@ -42,6 +49,7 @@ from heinfer.wire import (
     row_bytes,
     serve_sessions,
 )
+from heinfer.wire.listener import ConnectionCounts
 
 logger = logging.getLogger(__name__)
 #: Connections served at once: a node may open 76, four uploads for each of 16 small queries and three groups.
@@ -168,11 +176,13 @@ class EvaluatorService:
     """Serves block requests until stopped.
 
     Args:
-        evaluator: the loaded plan.
+        evaluators: the loaded plans, at least one.
         address: where to listen.
         limits: sizes and times.
         security: TLS with nodes, or where plain text is allowed.
         memory: bytes for all requests together; None: half of the machine's.
+        observer: is told of answered requests.
+        tracer: makes spans of them.
 
     Raises:
         TransportError: the port is in use, or this is no way to listen there.
@@ -180,17 +190,21 @@ class EvaluatorService:
 
     def __init__(
         self,
-        evaluator: BlockEvaluator,
+        evaluators: BlockEvaluator | Sequence[BlockEvaluator],
         address: Address,
         limits: Limits,
         security: Security = PlainText.ON_LOOPBACK,
         memory: int | None = None,
+        observer: RequestObserver | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
+        self._observer = observer or Unobserved()
+        self._tracer = tracer
         self._memory = MemoryBudget(memory, limits.room_s)
-        self._evaluator = evaluator
         self._limits = limits
-        plan = evaluator.bundle.plan
-        self._shapes = block_shapes(plan)
+        served = [evaluators] if isinstance(evaluators, BlockEvaluator) else evaluators
+        self._plans = {e.bundle.plan_hash: _Served(e, tuple(block_shapes(e.bundle.plan))) for e in served}
+        self._first = self._plans[served[0].bundle.plan_hash]
         self._server = serve_sessions(address, self._handle, limits, WORKERS, security)
         self.address = self._server.address
 
@@ -198,32 +212,46 @@ class EvaluatorService:
         """Refuse new sessions, let running answers end within the grace, then stop."""
         self._server.stop(grace_s)
 
+    @property
+    def memory(self) -> MemoryBudget:
+        """What requests hold."""
+        return self._memory
+
+    def connections(self) -> ConnectionCounts:
+        """Return what has become of the sessions."""
+        return self._server.connections()
+
     def _handle(self, events: Iterator[NodeEvent]) -> Generator[ServerEvent | End, None, None]:
-        session = ServerSession(self._evaluator.bundle.plan_hash, self._shapes, self._limits)
+        greeting = next(events, None)
+        served = self._plans.get(greeting.plan_hash) if isinstance(greeting, Hello) else None
+        served = served or self._first  # which refuses what is not its own
+        session = ServerSession(served.evaluator.bundle.plan_hash, served.shapes, self._limits)
         arriving: dict[int, _Arriving] = {}
         try:
-            for event in events:
+            for event in events if greeting is None else itertools.chain((greeting,), events):
                 for received in session.receive(event):
                     match received:
                         case Hello():
                             yield session.send(Ready())
                         case BlockRequest():
-                            arriving[received.request_id] = self._let_in(received)
+                            arriving[received.request_id] = self._let_in(served, received)
                         case Chunk():
                             arriving[received.request_id].add(received, self._limits)
                         case UploadComplete(request=request):
-                            yield from self._answer(session, request, arriving[request.request_id].opened)
+                            yield from self._answer(session, request, served, arriving[request.request_id])
                             self._memory.give(arriving.pop(request.request_id).needs)
                         case _:
                             pass
         finally:
+            for left in arriving.values():
+                left.span.end(failed=True)
             self._memory.give(sum(request.needs for request in arriving.values()))
         session.receive(End())
         yield session.send(End())
 
-    def _let_in(self, request: BlockRequest) -> _Arriving:
+    def _let_in(self, served: _Served, request: BlockRequest) -> _Arriving:
         """Wait for room in memory; meanwhile nothing is read, so TCP makes the node wait."""
-        shape, parameters = self._shapes[request.block], self._evaluator.bundle.plan.ring
+        shape, parameters = served.shapes[request.block], served.evaluator.bundle.plan.ring
         rows = request.rows + shape.rows_down(request.mode, request.samples)
         columns = {
             Mode.STANDARD: request.samples + parameters.degree,
@@ -232,18 +260,30 @@ class EvaluatorService:
         }
         needs = _COPIES * _RESIDUE_BYTES * rows * columns[request.mode]
         self._memory.take(needs)
+        span = self._tracer.start(
+            SpanName.REQUEST,
+            TraceContext.from_bytes(request.trace),
+            model=served.name,
+            mode=request.mode.name.lower(),
+            samples=request.samples,
+            block=request.block,
+        )
         try:
-            opened = REQUESTS[request.mode](self._evaluator, request, self._limits)
+            opened = REQUESTS[request.mode](served.evaluator, request, self._limits)
         except BaseException:
+            span.end(failed=True)
             self._memory.give(needs)
             raise
-        return _Arriving(opened, needs, time.monotonic())
+        return _Arriving(opened, needs, time.monotonic(), span)
 
-    def _answer(self, session: ServerSession, request: BlockRequest, opened: OpenRequest) -> Iterator[ServerEvent]:
+    def _answer(
+        self, session: ServerSession, request: BlockRequest, served: _Served, arriving: _Arriving
+    ) -> Iterator[ServerEvent]:
         started = time.perf_counter()
-        rows, chunks = opened.evaluate()
+        with arriving.span.child(SpanName.EVALUATE):
+            rows, chunks = arriving.opened.evaluate()
         seconds = time.perf_counter() - started
-        logger.info("block %d: %d rows in, %d out, %.1f ms", request.block, request.rows, rows, 1e3 * seconds)
+        self._log(served.name, request, rows, seconds)
         began, sent = time.monotonic(), 0
         for event in session.answer(request.request_id, rows, seconds, chunks):
             yield event
@@ -251,6 +291,35 @@ class EvaluatorService:
             sent += 0 if data is None else len(data.data)
             if time.monotonic() > self._limits.latest(began, sent):
                 raise RemoteProtocolError("the node reads its answer too slowly")
+        arriving.span.end(bytes_up=arriving.received, bytes_down=sent, seconds=seconds)
+        up, samples = arriving.received, request.samples
+        answered = AnsweredRequest(served.name, request.block, request.mode, samples, up, sent, seconds)
+        self._observer.answered(answered)
+
+    @staticmethod
+    def _log(model: str, request: BlockRequest, rows: int, seconds: float) -> None:
+        session, milliseconds = request.session.hex()[:SESSION_DIGITS], 1e3 * seconds
+        logger.info(
+            "session %s, block %d: %d rows in, %d out, %.1f ms",
+            session, request.block, request.rows, rows, milliseconds,
+            extra={
+                "session": session, "model": model, "block": request.block,
+                "mode": request.mode.name.lower(), "rows_up": request.rows, "rows_down": rows, "ms": milliseconds,
+            },
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A plan that is served, and the shapes of its blocks."""
+
+    evaluator: BlockEvaluator
+    shapes: tuple[BlockShape, ...]
+
+    @property
+    def name(self) -> str:
+        """The model's."""
+        return self.evaluator.bundle.plan.model.name
 
 
 @dataclass(slots=True)
@@ -262,11 +331,13 @@ class _Arriving:
         needs: memory that it holds.
         began: when it was announced.
         received: bytes of its rows.
+        span: of the request.
     """
 
     opened: OpenRequest
     needs: int
     began: float
+    span: Span
     received: int = 0
 
     def add(self, chunk: Chunk, limits: Limits) -> None:

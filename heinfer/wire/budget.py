@@ -82,6 +82,11 @@ class MemoryBudget:
                 raise RefusedError(FailureCode.BUSY, f"no room in memory within {self._wait_s:g} s: try again later")
             self._used += amount
 
+    @property
+    def waiting(self) -> int:
+        """How many wait for room."""
+        return len(self._queue)
+
     def try_take(self, amount: int) -> bool:
         """Take room if there is some now; return whether."""
         with self._changed:

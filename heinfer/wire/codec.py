@@ -51,6 +51,8 @@ def encode_node_event(event: NodeEvent) -> Frame:
                 request.session, request.plan_hash = event.session, event.plan_hash
                 request.block, request.request_id, request.attempt = event.block, event.request_id, event.attempt
                 request.mode, request.samples, request.rows = number(event.mode), event.samples, event.rows
+                if event.trace:
+                    request.trace = event.trace
                 payload = _fill(request.first, event.first) if event.first is not None else NO_PAYLOAD
             case Chunk():
                 payload = _fill(message.chunk, event)
@@ -80,7 +82,7 @@ def _node_event(message: Any, payload: bytes) -> NodeEvent:
             r = message.request
             first, mode = _first_event(r, payload), _mode(r.mode)
             return BlockRequest(
-                r.session, r.plan_hash, r.block, r.request_id, r.samples, r.rows, r.attempt, mode, first
+                r.session, r.plan_hash, r.block, r.request_id, r.samples, r.rows, r.attempt, mode, first, r.trace
             )
         case "chunk":
             return _chunk_event(message.chunk, payload)

@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -70,6 +71,27 @@ class Dialect(Generic[Incoming, Outgoing]):
     failure: Callable[[Exception], Outgoing]
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionCounts:
+    """What has become of a server's connections; all but the first since it began.
+
+    Attributes:
+        served: now.
+        busy: refused because all workers were.
+        stopping: refused because the server was stopping.
+        handshake: refused because of TLS.
+        protocol: refused because they spoke another protocol, or nothing.
+        failed: ended by an error after that.
+    """
+
+    served: int = 0
+    busy: int = 0
+    stopping: int = 0
+    handshake: int = 0
+    protocol: int = 0
+    failed: int = 0
+
+
 class FrameServer(Generic[Incoming, Outgoing]):
     """Serves connections until stopped.
 
@@ -115,6 +137,7 @@ class FrameServer(Generic[Incoming, Outgoing]):
         self._stopping = False  # nobody new is served
         self._closed = False  # nobody is even accepted
         self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()  # fields of ConnectionCounts
         self._serving: dict[Connection, threading.Thread] = {}
         self._refusing: dict[Connection, threading.Thread] = {}
         self._arriving: dict[Connection, None] = {}  # of those served: strangers, in the order in which they came
@@ -145,6 +168,15 @@ class FrameServer(Generic[Incoming, Outgoing]):
             connection.close()
         _join(threads.values(), _CLOSE_S)
 
+    def connections(self) -> ConnectionCounts:
+        """Return what has become of the connections."""
+        with self._lock:
+            return ConnectionCounts(len(self._serving), **self._counts)
+
+    def _count(self, kind: str) -> None:
+        with self._lock:
+            self._counts[kind] += 1
+
     def _accept(self) -> None:
         while not self._closed:
             try:
@@ -162,6 +194,7 @@ class FrameServer(Generic[Incoming, Outgoing]):
             refused = self._stopping or (len(self._serving) >= self._workers and not self._make_room())
             table, target = (self._refusing, self._refuse) if refused else (self._serving, self._serve)
             if refused and len(self._refusing) >= _REFUSALS:
+                self._counts["stopping" if self._stopping else "busy"] += 1
                 sock.close()
                 return
             try:
@@ -200,8 +233,10 @@ class FrameServer(Generic[Incoming, Outgoing]):
                 connection.encrypt(self._security)
             connection.expect_magic()
         except HandshakeError as error:
+            self._count("handshake")
             logger.warning("connection from %s refused: %s", connection.peer, error)
         except ProtocolError:
+            self._count("protocol")
             logger.warning(
                 "connection refused: %s", "closed before it spoke" if connection.closed else "not our protocol"
             )
@@ -229,6 +264,7 @@ class FrameServer(Generic[Incoming, Outgoing]):
                     if not isinstance(event, Admitted):
                         connection.send(*dialect.encode(event))
         except Exception as error:
+            self._count("failed")
             logger.warning("%s ended by %s", dialect.name, type(error).__name__)
             cut = self._stopping and isinstance(error, ProtocolError)  # we hear no more
             self._say_last(connection, dialect.stopping if cut else dialect.failure(error))
@@ -239,6 +275,7 @@ class FrameServer(Generic[Incoming, Outgoing]):
 
     def _refuse(self, connection: Connection) -> None:
         stopping = self._stopping
+        self._count("stopping" if stopping else "busy")
         logger.warning("connection refused: %s", "stopping" if stopping else "all workers are busy")
         self._say_last(connection, self._dialect.stopping if stopping else self._dialect.busy)
 

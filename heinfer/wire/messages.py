@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 
 from heinfer.errors import LocalProtocolError, RemoteProtocolError
+from heinfer.spans import CONTEXT_BYTES
 
 #: 2: the first chunk may travel inside its announcement, which version 1 would not see, and bytes beside protobuf.
 #: 3: queries travel in frames too.
@@ -122,6 +123,7 @@ class BlockRequest:
         attempt: 0, then 1, 2, ... each time the same bytes are sent again.
         mode: how the ciphertexts were made.
         first: the same as a chunk that follows at once.
+        trace: names the node's span (`heinfer.spans.TraceContext`), where the server may know; empty otherwise.
     """
 
     session: bytes
@@ -133,6 +135,7 @@ class BlockRequest:
     attempt: int = 0
     mode: Mode = Mode.STANDARD
     first: Chunk | None = None
+    trace: bytes = b""
 
     def __post_init__(self) -> None:
         check_size("session", self.session, SESSION_BYTES)
@@ -149,6 +152,8 @@ class BlockRequest:
             check_uint("samples", self.samples, 32, low=1)
             check_uint("rows", self.rows, 64, low=1)
             check_uint("attempt", self.attempt, 32)
+        if self.trace:
+            check_size("trace", self.trace, CONTEXT_BYTES)
         if self.first is not None:
             _check_first(self.request_id, self.first)
 

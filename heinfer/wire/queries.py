@@ -15,6 +15,9 @@ MAX_REASON_CHARACTERS = 4096
 #: A token of ours has 43 characters; other tools may make longer ones.
 MAX_TOKEN_CHARACTERS = 512
 
+#: W3C Trace Context's first version has 55; later ones may append to it.
+MAX_TRACEPARENT_CHARACTERS = 256
+
 #: Element types of queries and results, by numpy's name, and the bytes of one element.
 DTYPE_BYTES = {
     "float16": 2, "float32": 4, "float64": 8,
@@ -68,12 +71,19 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """Opens a client's connection to a node that wants a token; no answer comes unless the node refuses it."""
+    """Opens a client's connection; no answer comes unless the node refuses it.
 
-    token: str = field(repr=False)
+    Attributes:
+        token: says who the client is, to a node that wants to know; empty where it has none.
+        model: that all questions are about, by its name; empty: the node's only or first one.
+    """
+
+    token: str = field(default="", repr=False)
+    model: str = ""
 
     def __post_init__(self) -> None:
-        check_range("length of a token", len(self.token), 1, MAX_TOKEN_CHARACTERS)
+        check_range("length of a token", len(self.token), 0, MAX_TOKEN_CHARACTERS)
+        check_range("length of a model's name", len(self.model), 0, MAX_NAME_CHARACTERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,7 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a node serves: the plan, its inputs and outputs, and the samples it takes in one query."""
+    """What a node serves: the plan, its inputs and outputs, the samples it takes in one query, and the model's name."""
 
     plan_hash: bytes
     inputs: tuple[TensorSpec, ...]
@@ -91,9 +101,11 @@ class Description:
     max_samples: int
     mode: Mode = Mode.STANDARD
     protocol_version: int = PROTOCOL_VERSION
+    model: str = ""
 
     def __post_init__(self) -> None:
         check_size("plan_hash", self.plan_hash, PLAN_HASH_BYTES)
+        check_range("length of a model's name", len(self.model), 0, MAX_NAME_CHARACTERS)
         check_uint("max_samples", self.max_samples, 32, low=1)
         check_uint("protocol_version", self.protocol_version, 32)
 
@@ -108,6 +120,7 @@ class QueryHeader:
         want_statistics: whether the result shall end with `Statistics`.
         trace_samples: leading samples whose values around every block come back too, for the report.
         first: the same as a chunk that follows at once.
+        traceparent: names the client's span, as W3C Trace Context has it; empty where it has none.
     """
 
     request_id: int
@@ -115,10 +128,12 @@ class QueryHeader:
     want_statistics: bool = False
     trace_samples: int = 0
     first: TensorChunk | None = None
+    traceparent: str = ""
 
     def __post_init__(self) -> None:
         check_uint("request_id", self.request_id, 64)
         check_uint("trace_samples", self.trace_samples, 32)
+        check_range("length of a traceparent", len(self.traceparent), 0, MAX_TRACEPARENT_CHARACTERS)
 
 
 @dataclass(frozen=True, slots=True)

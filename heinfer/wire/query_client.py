@@ -48,6 +48,7 @@ class QueryClient:
         limits: bounds of both directions.
         security: TLS, or where plain text is allowed.
         token: says who we are, for a node that wants one.
+        model: that all questions are about; "": the node's only or first one.
 
     Raises:
         TransportError: this is no way to connect there.
@@ -59,9 +60,10 @@ class QueryClient:
         limits: Limits,
         security: Security = PlainText.ON_LOOPBACK,
         token: str | None = None,
+        model: str = "",
     ) -> None:
         check_connecting(address, security)
-        greeting = None if token is None else Greeting(token)
+        greeting = None if token is None and not model else Greeting(token or "", model)
         self._lender = Lender(lambda: _QueryConnection(address, limits, security, greeting), _IDLE_CONNECTIONS)
 
     def describe(self) -> Description:

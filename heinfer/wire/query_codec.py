@@ -40,7 +40,7 @@ def _fill_query(message: Any, event: QueryEvent, limits: Limits) -> bytes:
             check_tensors(event.tensors, limits)
             header = message.header
             header.request_id, header.want_statistics = event.request_id, event.want_statistics
-            header.trace_samples = event.trace_samples
+            header.trace_samples, header.traceparent = event.trace_samples, event.traceparent
             _fill_specs(header.tensors, event.tensors)
             return _fill_first(header, event.first)
         case TensorChunk():
@@ -49,7 +49,8 @@ def _fill_query(message: Any, event: QueryEvent, limits: Limits) -> bytes:
             message.describe.SetInParent()
             return NO_PAYLOAD
         case Greeting():
-            message.greeting.token = event.token
+            message.greeting.SetInParent()
+            message.greeting.token, message.greeting.model = event.token, event.model
             return NO_PAYLOAD
         case _:
             raise stray(event)
@@ -67,7 +68,9 @@ def _query_event(message: Any, payload: bytes, limits: Limits) -> QueryEvent:
             specs = _spec_events(header.tensors)
             check_tensors(specs, limits)
             first = _first_event(header, payload)
-            return QueryHeader(header.request_id, specs, header.want_statistics, header.trace_samples, first)
+            return QueryHeader(
+                header.request_id, specs, header.want_statistics, header.trace_samples, first, header.traceparent
+            )
         case "chunk":
             return _chunk_event(message.chunk, payload)
         case "describe":
@@ -75,7 +78,7 @@ def _query_event(message: Any, payload: bytes, limits: Limits) -> QueryEvent:
             return Describe()
         case "greeting":
             refuse_payload(payload)
-            return Greeting(message.greeting.token)
+            return Greeting(message.greeting.token, message.greeting.model)
         case kind:
             raise LocalProtocolError(f"message of unknown kind {kind}")
 
@@ -137,6 +140,7 @@ def _fill_description(message: Any, description: Description, limits: Limits) ->
         check_names(specs, limits)
     message.protocol_version, message.plan_hash = description.protocol_version, description.plan_hash
     message.mode, message.max_samples = number(description.mode), description.max_samples
+    message.model = description.model
     _fill_specs(message.inputs, description.inputs)
     _fill_specs(message.outputs, description.outputs)
 
@@ -152,6 +156,7 @@ def _description_event(message: Any, limits: Limits) -> Description:
         max_samples=message.max_samples,
         mode=Mode(message.mode),
         protocol_version=message.protocol_version,
+        model=message.model,
     )
 
 

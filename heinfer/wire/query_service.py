@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -75,6 +75,7 @@ def serve_queries(
     security: Security = PlainText.ON_LOOPBACK,
     tokens: TokenFile | None = None,
     memory: MemoryBudget | None = None,
+    about: Callable[[str], QueryHandler] | None = None,
 ) -> FrameServer[QueryEvent, ResultEvent]:
     """Serve queries until stopped.
 
@@ -88,6 +89,7 @@ def serve_queries(
         security: TLS with clients, or where plain text is allowed.
         tokens: the clients that are served; None: whoever connects.
         memory: for all queries together, which wait for room before they are read; None: no bound.
+        about: who answers about a model that a client names, or raises InputError; None: models have no names here.
 
     Raises:
         ParameterError: workers or connections is not positive.
@@ -106,7 +108,7 @@ def serve_queries(
         stopping=QueryFailure(QueryFailureCode.STOPPING, _STOPPING),
         failure=query_failure,
     )
-    desk = _Desk(handler, limits, workers, tokens, memory)
+    desk = _Desk(handler, limits, workers, tokens, memory, about)
     return FrameServer(address, dialect, desk.serve, limits, connections, security)
 
 
@@ -130,59 +132,70 @@ class _Desk:
         workers: int,
         tokens: TokenFile | None,
         memory: MemoryBudget | None,
+        about: Callable[[str], QueryHandler] | None,
     ) -> None:
         self._handler = handler
         self._limits = limits
         self._places = threading.Semaphore(workers)
         self._tokens = tokens
         self._memory = memory
+        self._about = about
 
     def serve(self, said: Iterator[QueryEvent]) -> Generator[ResultEvent | Admitted, None, None]:
         """Answer one connection's questions; an error ends the connection."""
-        events = self._greeted(_clients(said))
+        handler, events = self._greeted(_clients(said))
         yield Admitted()
         for event in events:
             if isinstance(event, Describe):
-                yield self._handler.describe()
+                yield handler.describe()
             else:
-                yield from self._serve_query(itertools.chain((event,), events))
+                yield from self._serve_query(handler, itertools.chain((event,), events))
 
-    def _greeted(self, events: Iterator[QueryEvent]) -> Iterator[QueryEvent]:
-        """What the client says after its greeting, if it may be served."""
+    def _greeted(self, events: Iterator[QueryEvent]) -> tuple[QueryHandler, Iterator[QueryEvent]]:
+        """Who answers the client, if it may be served, and what it says after its greeting."""
         first = next(events, None)
         if first is None:
-            return iter(())
+            return self._handler, iter(())
         greeting = first if isinstance(first, Greeting) else None
         if self._tokens is not None:
             _admit(greeting, self._tokens)
-        return events if greeting is not None else itertools.chain((first,), events)
+        if greeting is None:
+            return self._handler, itertools.chain((first,), events)
+        return self._handler_of(greeting.model), events
 
-    def _serve_query(self, events: Iterator[QueryEvent]) -> Iterator[ResultEvent]:
+    def _handler_of(self, model: str) -> QueryHandler:
+        if not model:
+            return self._handler
+        if self._about is None:
+            raise QueryFailedError(QueryFailureCode.INPUT, "this node has one model, without a name: ask for none")
+        return self._about(model)
+
+    def _serve_query(self, handler: QueryHandler, events: Iterator[QueryEvent]) -> Iterator[ResultEvent]:
         if not self._places.acquire(blocking=False):
             raise QueryFailedError(QueryFailureCode.BUSY, _BUSY)
         try:
             with ExitStack() as held:
                 # An error here leaves bytes of the query unread, so it ends the connection. One after it does not.
-                header, tensors = read_query(events, self._limits, lambda header: self._let_in(header, held))
+                header, tensors = read_query(events, self._limits, lambda header: self._let_in(handler, header, held))
                 try:
-                    yield from self._handler.answer(header, tensors)
+                    yield from handler.answer(header, tensors)
                 except Exception as error:
                     logger.warning("query ended by %s", type(error).__name__)
                     yield query_failure(error)
         finally:
             self._places.release()
 
-    def _let_in(self, header: QueryHeader, held: ExitStack) -> None:
+    def _let_in(self, handler: QueryHandler, header: QueryHeader, held: ExitStack) -> None:
         """Check a query's header and take room for it; meanwhile nothing more of it is read."""
-        self._handler.check(header)
+        handler.check(header)
         if self._memory is not None:
-            held.enter_context(self._memory.room(self._handler.needs(header)))
+            held.enter_context(self._memory.room(handler.needs(header)))
 
 
 def _admit(greeting: Greeting | None, tokens: TokenFile) -> None:
     """Raise QueryFailedError, which says the same whatever is wrong, unless the token is a client's."""
     problem = "it shows no token"
-    if greeting is not None:
+    if greeting is not None and greeting.token:
         try:
             name = tokens.name_of(greeting.token)
         except InputError as error:

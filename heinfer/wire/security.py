@@ -14,6 +14,7 @@ Files are read once. What is wrong with our own is said when they are, before an
 from __future__ import annotations
 
 import enum
+import os
 import ssl
 import stat
 from dataclasses import dataclass
@@ -63,11 +64,13 @@ class Tls:
         expires: when our certificate does.
         uses: what it is for, "serverAuth" and "clientAuth"; empty where it does not say, and so is for both.
         source: our certificate's file, for messages.
+        files: of the authorities, our certificate and our key, for what brings a TLS of its own (gRPC).
     """
 
     expires: datetime
     uses: frozenset[str]
     source: Path
+    files: tuple[Path, Path, Path]
     _accepting: ssl.SSLContext
     _connecting: ssl.SSLContext
 
@@ -92,13 +95,18 @@ class Tls:
                 f"{ours.not_valid_after_utc:%Y-%m-%d %H:%M} UTC and not now: renew it, or set the clock"
             )
         contexts = (_context(protocol, ca, certificate, key) for protocol in _PROTOCOLS)
-        return cls(ours.not_valid_after_utc, _uses(ours), certificate, *contexts)
+        return cls(ours.not_valid_after_utc, _uses(ours), certificate, (ca, certificate, key), *contexts)
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> Tls:
         """Read ca.pem, cert.pem and key.pem of a folder. Raises as `load`."""
         folder = Path(folder)
         return cls.load(folder / CA_FILE, folder / CERTIFICATE_FILE, folder / KEY_FILE)
+
+    @property
+    def accepting(self) -> ssl.SSLContext:
+        """The context of accepted connections, for a server that makes its own (HTTP)."""
+        return self._accepting
 
     def accept(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO) -> ssl.SSLObject:
         """Return the engine of an accepted connection."""
@@ -186,11 +194,27 @@ def _context(protocol: int, ca: Path, certificate: Path, key: Path) -> ssl.SSLCo
 def check_private(path: Path, what: str) -> None:
     """Raise TransportError unless a secret's file is there, and its owner's alone."""
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
+        found = path.stat()
     except OSError as error:
         raise TransportError(f"{path}: {error.strerror}; expected {what}") from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO) and not _is_credential(path, found):
         raise TransportError(f"{path} may be read by others (mode {mode:04o}): chmod 600 {path}")
+
+
+def _is_credential(path: Path, found: os.stat_result) -> bool:
+    """Whether systemd gives this file to our service alone (`LoadCredential=`; systemd.exec(5), "Credentials").
+
+    Such a file is root's, and an access control list lets the service's user read it. In the mode the list's mask
+    stands in the group's place (acl(5)): 0440, though no group may read.
+    """
+    folder = os.environ.get("CREDENTIALS_DIRECTORY")
+    return (
+        bool(folder)
+        and path.absolute().parent == Path(str(folder)).absolute()
+        and found.st_uid == 0
+        and stat.S_IMODE(found.st_mode) == stat.S_IRUSR | stat.S_IRGRP
+    )
 
 
 def _refuse_password(key: Path) -> str:

@@ -301,7 +301,13 @@ class NodeSession(_Session):
         return self.send(Hello(self._plan_hash, self._session))
 
     def open_request(
-        self, block: int, samples: int, mode: Mode = Mode.STANDARD, attempt: int = 0, first: Chunk | None = None
+        self,
+        block: int,
+        samples: int,
+        mode: Mode = Mode.STANDARD,
+        attempt: int = 0,
+        first: Chunk | None = None,
+        trace: bytes = b"",
     ) -> BlockRequest:
         """Announce the ciphertexts of a block, under the next free id.
 
@@ -311,6 +317,7 @@ class NodeSession(_Session):
             mode: how the ciphertexts were made.
             attempt: how often the same bytes were sent before.
             first: the first chunk, of request `next_id`, if it is to travel inside.
+            trace: names our span, where the server may know.
 
         Returns:
             The event to be encoded; its `request_id` is that of the chunks to send.
@@ -320,7 +327,9 @@ class NodeSession(_Session):
         """
         rows = self._sizes_of(block, mode, samples).rows_up
         return self.send(
-            BlockRequest(self._session, self._plan_hash, block, self.next_id, samples, rows, attempt, mode, first)
+            BlockRequest(
+                self._session, self._plan_hash, block, self.next_id, samples, rows, attempt, mode, first, trace
+            )
         )
 
     @property
@@ -329,7 +338,7 @@ class NodeSession(_Session):
         return self._last_id + 1
 
     def upload(
-        self, block: int, samples: int, mode: Mode, rows: bytes | memoryview, attempt: int = 0
+        self, block: int, samples: int, mode: Mode, rows: bytes | memoryview, attempt: int = 0, trace: bytes = b""
     ) -> Iterator[BlockRequest | Chunk]:
         """Announce a request and send all its rows, as few messages as possible.
 
@@ -339,6 +348,7 @@ class NodeSession(_Session):
             mode: how the ciphertexts were made.
             rows: all rows, packed, C-contiguous.
             attempt: how often the same bytes were sent before.
+            trace: names our span, where the server may know.
 
         Yields:
             The events to be encoded, the request first.
@@ -351,7 +361,7 @@ class NodeSession(_Session):
         if size != sizes.rows_up * row:
             raise LocalProtocolError(f"block {block}: {sizes.rows_up} rows of {row} bytes expected, got {size} bytes")
         chunks = iterate_row_chunks(self.next_id, rows, row, self._limits.chunk_bytes)
-        yield self.open_request(block, samples, mode, attempt, next(chunks, None))
+        yield self.open_request(block, samples, mode, attempt, next(chunks, None), trace)
         for chunk in chunks:
             yield self.send(chunk)
 
@@ -401,6 +411,8 @@ def _parts(event: Event) -> tuple[Event, ...]:
             return BlockAnswer(event.request_id, event.rows, event.compute_s), first
         case BlockRequest(first=Chunk() as first):
             e = event
-            bare = BlockRequest(e.session, e.plan_hash, e.block, e.request_id, e.samples, e.rows, e.attempt, e.mode)
+            bare = BlockRequest(
+                e.session, e.plan_hash, e.block, e.request_id, e.samples, e.rows, e.attempt, e.mode, trace=e.trace
+            )
             return bare, first
     return (event,)

@@ -33,7 +33,7 @@ from heinfer.wire.messages import BlockRequest, FailureCode
 from partitioner import partition
 from tests.captured_traffic import Proxy
 from tests.meddling import Meddler, cut, cut_number, damage
-from tests.parties import LOOPBACK, Process, WatchedEvaluator, WatchedPool, parties, start
+from tests.parties import LOOPBACK, Process, WatchedEvaluator, WatchedPool, parties, serving, start
 from tests.small_models import dense_model
 from trusted_node.engine import Engine
 from trusted_node.link import ServerLink
@@ -41,7 +41,6 @@ from trusted_node.modes import ModeChoice
 from trusted_node.pool import PreparedPool, Taken
 from trusted_node.preparation import Preparer
 from trusted_node.replicas import Replicas
-from trusted_node.service import NodeService
 
 X = np.ones((2, 3), np.float32)
 PATIENT = Limits(retry_s=20.0)
@@ -189,7 +188,7 @@ def forge(evaluator: WatchedEvaluator) -> list[int]:
         return (honest_run(block, x) + 1) % q
 
     evaluator.evaluate = lie  # type: ignore[method-assign]
-    evaluator.prepared._merger._run = lie_prepared
+    evaluator.prepared._run = lie_prepared
     return asked
 
 
@@ -415,10 +414,10 @@ def test_group_whose_masks_are_too_old_fails_and_wipes_them(
             time.sleep(0.6)
             return run(block, x)
 
-        evaluator.prepared._merger._run = run_slowly
+        evaluator.prepared._run = run_slowly
         assert engine.prepared is not None
         engine.prepared.empty()  # fresh masks
-        monkeypatch.setattr("trusted_node.engine.MASK_LIFETIME_S", 0.5)
+        monkeypatch.setattr("trusted_node.groups.MASK_LIFETIME_S", 0.5)
         started = time.monotonic()
         with pytest.raises(RemoteProtocolError, match="the time for this upload is over"):
             engine.infer({"x": X})
@@ -768,14 +767,13 @@ def test_memory_of_a_request_whose_peer_went_away_is_given_back(dense_bundle: Pa
 def test_query_larger_than_the_node_s_memory_is_refused_before_it_is_read(
     dense_bundle: Path, pool: WatchedPool
 ) -> None:
-    with parties(dense_bundle, pool) as both:
-        node = NodeService(both.engine, LOOPBACK, Limits(), allow_trace=False, memory=10_000)
-        try:
-            with connect(node.address) as model:
-                assert model.predict(X).shape == (2, 2)
-                with pytest.raises(QueryFailedError, match="raise --memory") as caught:
-                    model.predict(np.ones((5000, 3), np.float32))
-                assert caught.value.code is QueryFailureCode.INPUT
-                assert model.predict(X).shape == (2, 2)
-        finally:
-            node.stop(0)
+    with (
+        parties(dense_bundle, pool) as both,
+        serving(both.engine, Limits(), memory=10_000) as node,
+        connect(node.address) as model,
+    ):
+        assert model.predict(X).shape == (2, 2)
+        with pytest.raises(QueryFailedError, match="raise --memory") as caught:
+            model.predict(np.ones((5000, 3), np.float32))
+        assert caught.value.code is QueryFailureCode.INPUT
+        assert model.predict(X).shape == (2, 2)

@@ -19,7 +19,7 @@ from partitioner import partition
 from tests.captured_traffic import MAGIC, Proxy, messages
 from tests.parties import Parties, WatchedPool, parties
 from tests.small_models import logarithm_model
-from trusted_node.engine import DataError
+from trusted_node.engine import DataError, QueryResult
 from trusted_node.modes import ModeChoice
 
 SAMPLES = 6
@@ -52,6 +52,12 @@ class Watch:
     def __init__(self, both: Parties, proxy: Proxy) -> None:
         self._both, self._proxy = both, proxy
         self.seen_by_server(np.ones((1, 3), np.float32), True)  # sessions are opened
+
+    def seen_of_joined(self, requests: list[np.ndarray]) -> tuple[list[QueryResult | DataError], Seen]:
+        """Run requests as one query; return their results, and what went over each connection meanwhile."""
+        before = [(len(c.up), len(c.down)) for c in self._proxy.connections]
+        results = self._both.engine.infer_joined([{"x": x} for x in requests]).results
+        return results, self._since(before)
 
     def seen_by_server(self, x: np.ndarray, succeeds: bool) -> Seen:
         """Run one query; return what went over each connection meanwhile."""
@@ -114,6 +120,28 @@ def test_messages_and_replies_are_equal_for_every_query_of_a_size(watch: Watch) 
     assert kinds.count("request") == kinds.count("answer") == 3  # blocks
     for name, found in seen.items():
         assert found == seen["usual"], name
+
+
+@pytest.mark.parametrize("failing", [set(), {1}, {0, 2}, {0, 1, 2}], ids=str)
+def test_requests_that_run_as_one_look_the_same_whichever_of_them_fail(watch: Watch, failing: set[int]) -> None:
+    x = np.random.default_rng(1).uniform(0.1, 1, (SAMPLES, 3)).astype(np.float32)
+    parts = [x[:1], x[1:4], x[4:]]
+    for number in failing:
+        parts[number] = parts[number].copy()
+        parts[number][-1] *= -1  # NaN inside one of its samples
+    results, seen = watch.seen_of_joined(parts)
+    assert seen == watch.seen_by_server(x, True)
+    (alone,), _ = watch.seen_of_joined([x])
+    assert isinstance(alone, QueryResult)
+    first = 0
+    for number, (part, result) in enumerate(zip(parts, results, strict=True)):
+        expected = alone.outputs["y"][first : first + len(part)]
+        first += len(part)
+        assert isinstance(result, DataError) == (number in failing)
+        if isinstance(result, QueryResult):
+            bounds = result.statistics.error_bound + alone.statistics.error_bound
+            assert result.outputs["y"].shape == expected.shape
+            assert np.abs(result.outputs["y"] - expected).max() <= bounds
 
 
 def test_messages_differ_with_the_number_of_samples(watch: Watch) -> None:

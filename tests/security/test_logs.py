@@ -23,8 +23,9 @@ from trusted_node.scaling import SampleScales, scale_samples
 #: Every line that may appear: ids, shapes, milliseconds, kinds of errors.
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING) "
 RECORDS = (
-    r"heinfer\.server\.service: block \d+: \d+ rows in, \d+ out, \d+\.\d ms",
-    r"trusted_node\.service: query: \d+ samples in \d+\.\d ms",
+    r"heinfer\.server\.service: session [0-9a-f]{8}, block \d+: \d+ rows in, \d+ out, \d+\.\d ms",
+    r"trusted_node\.serving\.query_log: query [0-9a-f]{16} of \w+ by frames: [a-z]+, \d+ samples of \d+ in \d+\.\d ms "
+    r"\(queue \d+\.\d(, (prepare|node|encrypt|decrypt|check|server|wire) \d+\.\d)*\)",
     r"heinfer\.wire\.(listener|query_service): (session|query) ended by [A-Za-z]+",
 )
 ALLOWED = tuple(STAMP + record for record in RECORDS)
@@ -53,7 +54,7 @@ def test_logs_hold_ids_shapes_and_milliseconds_only(tmp_path: Path, mode: str) -
             assert any(re.fullmatch(pattern, line) for pattern in ALLOWED), line
     warm_ups = 0 if mode == "standard" else 3
     assert sum("rows in" in line for line in said["server"]) == 3 * (2 + warm_ups)  # three blocks, twice
-    assert sum("samples in" in line for line in said["node"]) == 1
+    assert sum("samples of" in line for line in said["node"]) == 3
     assert sum("query ended by" in line for line in said["node"]) == 2
 
 

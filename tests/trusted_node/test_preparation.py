@@ -29,7 +29,7 @@ from partitioner import partition
 from tests.partitioner.examples import graph, weights
 from tests.small_models import convolution_model
 from trusted_node import preparation
-from trusted_node.preparation import PreparedQuery, Preparer, secret_memory
+from trusted_node.preparation import PreparedQuery, Preparer, _SpareMemory, secret_memory
 from trusted_node.sampling import draw_noise, draw_ternary
 
 #: Few samples are prepared polynomial by polynomial, many eight samples at a time: a full group, and a part of one.
@@ -510,7 +510,9 @@ def test_memory_is_zero_after_wipe_but_for_ciphertexts(two_blocks: Case) -> None
     query = query_of(two_blocks, 2)
     memory = query._memory
     views = [array for block in (0, 1) for array in query.material(block)]
-    assert sum(view.size for view in views) == memory.size
+    used = sum(view.size for view in views)
+    assert all(np.shares_memory(view, memory[:used]) for view in views)
+    assert not memory[used:].any()  # what lengths are rounded up by
     assert all(view.any() for view in views)
     masks = views[0].copy()
     b = encrypt(query, two_blocks)
@@ -656,3 +658,16 @@ def test_prepare_from_eight_threads_makes_queries_that_are_right(two_blocks: Cas
         fits = [p for p in products if np.abs(centre((mask + p) % q, q)).max() <= NOISE_LIMIT]
         assert len(fits) == 1
         assert np.array_equal(correction, two_blocks.apply(0, fits[0]))
+
+
+def test_spare_memory_serves_other_lengths_so_that_little_is_kept_for_groups_of_all_sizes() -> None:
+    spare = _SpareMemory()
+    for words in range(1, 65):
+        memory = spare.take(100 * words)
+        assert 100 * words <= len(memory) <= 150 * words + 1
+        spare.give_back(memory)
+    assert sum(map(len, spare._kept.values())) < 16
+    assert spare._bytes == sum(memory.nbytes for kept in spare._kept.values() for memory in kept)
+    one, two = spare.take(1000), spare.take(1000)
+    assert not np.shares_memory(one, two)
+    assert len(spare.take(5 * 2**20 + 1)) == 5 * 2**20 + 1

@@ -804,8 +804,13 @@ def test_right_token_is_served_and_all_others_hear_the_same(identities, tokens, 
                     assert caught.value.code is QueryFailureCode.REFUSED
                     heard.add(str(caught.value))
             client.close()
+        client = QueryClient(address, LIMITS, ours, model="digits")  # nor does it hear which models there are
+        with pytest.raises(QueryFailedError) as caught:
+            client.describe()
+        heard.add(str(caught.value))
+        client.close()
     assert heard == {"the node refuses this client: it wants a token that it knows; ask its operator"}
-    assert caplog.text.count("client refused: it shows no token") == 2
+    assert caplog.text.count("client refused: it shows no token") == 3
     assert caplog.text.count("client refused: its token is not in the file") == 8
     assert caplog.text.count("client greeted with the token of alice") == 1
     hashes = [line.split()[0] for line in path.read_text().splitlines() if line and line[0] != "#"]

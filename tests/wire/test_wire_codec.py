@@ -90,6 +90,7 @@ EVENTS = {
                 uints(64, 1),
                 uints(32),
                 st.sampled_from(Mode),
+                trace=st.just(b"") | st.binary(min_size=24, max_size=24),
             )
         )
         | chunks
@@ -102,8 +103,8 @@ EVENTS = {
     ),
     "query_event": (
         st.just(Describe())
-        | st.builds(Greeting, st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=512))
-        | st.builds(QueryHeader, uints(64), unique(specs), st.booleans(), uints(32), firsts)
+        | st.builds(Greeting, st.text(st.characters(exclude_categories=["Cs"]), max_size=512), st.just("") | names)
+        | st.builds(QueryHeader, uints(64), unique(specs), st.booleans(), uints(32), firsts, st.just("") | names)
         | tensor_chunks
     ),
     "result_event": (
@@ -112,7 +113,13 @@ EVENTS = {
         | st.builds(Statistics, st.binary(max_size=50))
         | st.builds(QueryFailure, st.sampled_from(QueryFailureCode), names)
         | st.builds(
-            Description, hash_bytes, unique(open_specs), unique(open_specs), uints(32, 1), st.sampled_from(Mode)
+            Description,
+            hash_bytes,
+            unique(open_specs),
+            unique(open_specs),
+            uints(32, 1),
+            st.sampled_from(Mode),
+            model=st.just("") | names,
         )
     ),
 }
@@ -188,6 +195,12 @@ HOSTILE = {
     "no samples": ("node_event", _request(samples=0)),
     "no rows": ("node_event", _request(rows=0)),
     "id zero": ("node_event", _request(request_id=0)),
+    "short trace": ("node_event", _request(trace=b"t" * 23)),
+    "long trace": ("node_event", _request(trace=b"t" * 25)),
+    "long traceparent": (
+        "query_event",
+        pb.QueryMessage(header=pb.QueryHeader(request_id=1, traceparent="0" * 257)),
+    ),
     "first chunk of another request": ("node_event", _request(first=pb.Chunk(request_id=2, rows=1))),
     "first chunk without id": ("node_event", _request(first=pb.Chunk(rows=1))),
     "first chunk without rows": ("node_event", _request(first=pb.Chunk(request_id=1))),
@@ -251,6 +264,7 @@ WHOLE = [
     ("server_event", Failure(FailureCode.BUSY)),
     ("query_event", Describe()),
     ("query_event", Greeting("token")),
+    ("query_event", Greeting("", "digits")),
     ("query_event", QueryHeader(1, ())),
     ("result_event", ResultHeader(1, ())),
     ("result_event", Statistics(b"{}")),
@@ -329,7 +343,7 @@ def test_name_that_is_not_utf8_is_refused():
 def test_envelopes_are_far_below_their_limit():
     most = 2**64 - 1
     first = Chunk(most, most, 2**32 - 1, bytes(5000))
-    request = BlockRequest(SESSION, HASH, 2**32 - 1, most, 2**32 - 1, most, 2**32 - 1, Mode.PREPARED, first)
+    request = BlockRequest(SESSION, HASH, 2**32 - 1, most, 2**32 - 1, most, 2**32 - 1, Mode.PREPARED, first, bytes(24))
     envelope, payload = codec.encode_node_event(request)
     assert len(envelope) <= ENVELOPE_BYTES // 4
     assert codec.decode_node_event(envelope, payload) == request

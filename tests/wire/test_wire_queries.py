@@ -177,6 +177,38 @@ def test_questions_one_after_the_other_share_a_connection(start, monkeypatch):
     assert len(made) == 1
 
 
+def test_client_that_names_a_model_is_answered_by_it_alone(handler):
+    others = {"a": Double(), "b": Double()}
+
+    def about(name):
+        if name not in others:
+            raise InputError(f"no model {name!r}")
+        return others[name]
+
+    server = serve_queries(LOOPBACK, handler, LIMITS, 4, about=about)
+    try:
+        for name, answering in (("", handler), ("a", others["a"]), ("b", others["b"])):
+            with contextlib.closing(QueryClient(server.address, LIMITS, model=name)) as client:
+                assert client.describe() == DESCRIPTION
+                ask(client)
+                ask(client)
+            assert answering.answered == 2
+        with contextlib.closing(QueryClient(server.address, LIMITS, model="c")) as client:
+            with pytest.raises(QueryFailedError, match="no model 'c'") as caught:
+                client.describe()
+            assert caught.value.code is QueryFailureCode.INPUT
+    finally:
+        server.stop(0)
+
+
+def test_client_that_names_a_model_where_there_is_one_without_a_name_is_refused(start):
+    node = start()
+    with contextlib.closing(QueryClient(node.server.address, LIMITS, model="a")) as client:
+        with pytest.raises(QueryFailedError, match="without a name") as caught:
+            ask(client)
+        assert caught.value.code is QueryFailureCode.INPUT
+
+
 def test_queries_from_several_threads_are_answered_each_with_its_own(start, handler):
     client = start(workers=8)
     with ThreadPoolExecutor(8) as threads:

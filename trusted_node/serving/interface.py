@@ -91,6 +91,9 @@ class Query:
         deadline: moment (`time.monotonic`) after which nobody waits for the result any more.
         trace_samples: leading samples whose values inside the model are returned too; such a query runs alone.
         watch: told what goes to the server; such a query runs alone.
+        alone: run by itself, so that what its statistics say of costs and bounds is its own.
+        traceparent: names the client's span, as W3C Trace Context has it (HTTP header, gRPC metadata, or the field of
+            QueryHeader), unchecked; "": none. `trusted_node.serving.tracing` reads it.
     """
 
     inputs: Mapping[str, NDArray[Any]]
@@ -99,6 +102,8 @@ class Query:
     deadline: float = math.inf
     trace_samples: int = 0
     watch: UploadWatcher | None = None
+    alone: bool = False
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,7 @@ class ServerStatus:
         in_quarantine: whether it gave dishonest answers too often and is not asked any more.
         failures: recent failures in a row.
         forgeries: answers that were not honest, since the model was loaded.
+        repetitions: uploads that were sent again after it failed, since the model was loaded.
     """
 
     name: str
@@ -153,6 +159,7 @@ class ServerStatus:
     in_quarantine: bool
     failures: int
     forgeries: int
+    repetitions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n heinfer/wire/proto/heinfer.proto\x12\x0cheinfer.wire\"\x90\x01\n\x0bNodeMessage\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.heinfer.wire.HelloH\x00\x12-\n\x07request\x18\x02 \x01(\x0b\x32\x1a.heinfer.wire.BlockRequestH\x00\x12$\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x13.heinfer.wire.ChunkH\x00\x42\x06\n\x04kind\"\xba\x01\n\rServerMessage\x12$\n\x05ready\x18\x01 \x01(\x0b\x32\x13.heinfer.wire.ReadyH\x00\x12+\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x19.heinfer.wire.BlockAnswerH\x00\x12$\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x13.heinfer.wire.ChunkH\x00\x12(\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x15.heinfer.wire.FailureH\x00\x42\x06\n\x04kind\"E\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tplan_hash\x18\x02 \x01(\x0c\x12\x0f\n\x07session\x18\x03 \x01(\x0c\"\x07\n\x05Ready\"\xcb\x01\n\x0c\x42lockRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x11\n\tplan_hash\x18\x02 \x01(\x0c\x12\r\n\x05\x62lock\x18\x03 \x01(\r\x12\x12\n\nrequest_id\x18\x04 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12 \n\x04mode\x18\x06 \x01(\x0e\x32\x12.heinfer.wire.Mode\x12\x0f\n\x07samples\x18\x07 \x01(\r\x12\x0c\n\x04rows\x18\x08 \x01(\x04\x12\"\n\x05\x66irst\x18\t \x01(\x0b\x32\x13.heinfer.wire.Chunk\"<\n\x05\x43hunk\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x11\n\tfirst_row\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\r\"l\n\x0b\x42lockAnswer\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x17\n\x0f\x63ompute_seconds\x18\x03 \x01(\x01\x12\"\n\x05\x66irst\x18\x04 \x01(\x0b\x32\x13.heinfer.wire.Chunk\"2\n\x07\x46\x61ilure\x12\'\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x19.heinfer.wire.FailureCode\"7\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0c\n\x04\x64ims\x18\x03 \x03(\x03\"\xc6\x01\n\x0b\x44\x65scription\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tplan_hash\x18\x02 \x01(\x0c\x12 \n\x04mode\x18\x03 \x01(\x0e\x32\x12.heinfer.wire.Mode\x12\x13\n\x0bmax_samples\x18\x04 \x01(\r\x12(\n\x06inputs\x18\x05 \x03(\x0b\x32\x18.heinfer.wire.TensorSpec\x12)\n\x07outputs\x18\x06 \x03(\x0b\x32\x18.heinfer.wire.TensorSpec\"\n\n\x08\x44\x65scribe\"\x19\n\x08Greeting\x12\r\n\x05token\x18\x01 \x01(\t\"\xc7\x01\n\x0cQueryMessage\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.heinfer.wire.QueryHeaderH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.heinfer.wire.TensorChunkH\x00\x12*\n\x08\x64\x65scribe\x18\x03 \x01(\x0b\x32\x16.heinfer.wire.DescribeH\x00\x12*\n\x08greeting\x18\x04 \x01(\x0b\x32\x16.heinfer.wire.GreetingH\x00\x42\x06\n\x04kind\"\x82\x02\n\rResultMessage\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.heinfer.wire.ResultHeaderH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.heinfer.wire.TensorChunkH\x00\x12.\n\nstatistics\x18\x03 \x01(\x0b\x32\x18.heinfer.wire.StatisticsH\x00\x12-\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x1a.heinfer.wire.QueryFailureH\x00\x12\x30\n\x0b\x64\x65scription\x18\x05 \x01(\x0b\x32\x19.heinfer.wire.DescriptionH\x00\x42\x06\n\x04kind\"\xa6\x01\n\x0bQueryHeader\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12)\n\x07tensors\x18\x02 \x03(\x0b\x32\x18.heinfer.wire.TensorSpec\x12\x17\n\x0fwant_statistics\x18\x03 \x01(\x08\x12\x15\n\rtrace_samples\x18\x04 \x01(\r\x12(\n\x05\x66irst\x18\x05 \x01(\x0b\x32\x19.heinfer.wire.TensorChunk\"w\n\x0cResultHeader\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12)\n\x07tensors\x18\x02 \x03(\x0b\x32\x18.heinfer.wire.TensorSpec\x12(\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x19.heinfer.wire.TensorChunk\"3\n\x0bTensorChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"\x1a\n\nStatistics\x12\x0c\n\x04json\x18\x01 \x01(\x0c\"M\n\x0cQueryFailure\x12,\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1e.heinfer.wire.QueryFailureCode\x12\x0f\n\x07message\x18\x02 \x01(\t*R\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x11\n\rMODE_STANDARD\x10\x01\x12\x11\n\rMODE_PREPARED\x10\x02\x12\x0e\n\nMODE_BATCH\x10\x03*\x9e\x01\n\x0b\x46\x61ilureCode\x12\x17\n\x13\x46\x41ILURE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x46\x41ILURE_FAILED\x10\x01\x12\x13\n\x0f\x46\x41ILURE_VERSION\x10\x02\x12\x10\n\x0c\x46\x41ILURE_PLAN\x10\x03\x12\x10\n\x0c\x46\x41ILURE_BUSY\x10\x04\x12\x13\n\x0f\x46\x41ILURE_DAMAGED\x10\x05\x12\x14\n\x10\x46\x41ILURE_STOPPING\x10\x06*\xea\x01\n\x10QueryFailureCode\x12\x1d\n\x19QUERY_FAILURE_UNSPECIFIED\x10\x00\x12\x18\n\x14QUERY_FAILURE_FAILED\x10\x01\x12\x17\n\x13QUERY_FAILURE_INPUT\x10\x02\x12\x16\n\x12QUERY_FAILURE_BUSY\x10\x03\x12\x18\n\x14QUERY_FAILURE_SERVER\x10\x04\x12\x1b\n\x17QUERY_FAILURE_INTEGRITY\x10\x05\x12\x19\n\x15QUERY_FAILURE_REFUSED\x10\x06\x12\x1a\n\x16QUERY_FAILURE_STOPPING\x10\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n heinfer/wire/proto/heinfer.proto\x12\x0cheinfer.wire\"\x90\x01\n\x0bNodeMessage\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.heinfer.wire.HelloH\x00\x12-\n\x07request\x18\x02 \x01(\x0b\x32\x1a.heinfer.wire.BlockRequestH\x00\x12$\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x13.heinfer.wire.ChunkH\x00\x42\x06\n\x04kind\"\xba\x01\n\rServerMessage\x12$\n\x05ready\x18\x01 \x01(\x0b\x32\x13.heinfer.wire.ReadyH\x00\x12+\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x19.heinfer.wire.BlockAnswerH\x00\x12$\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x13.heinfer.wire.ChunkH\x00\x12(\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x15.heinfer.wire.FailureH\x00\x42\x06\n\x04kind\"E\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tplan_hash\x18\x02 \x01(\x0c\x12\x0f\n\x07session\x18\x03 \x01(\x0c\"\x07\n\x05Ready\"\xda\x01\n\x0c\x42lockRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x11\n\tplan_hash\x18\x02 \x01(\x0c\x12\r\n\x05\x62lock\x18\x03 \x01(\r\x12\x12\n\nrequest_id\x18\x04 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12 \n\x04mode\x18\x06 \x01(\x0e\x32\x12.heinfer.wire.Mode\x12\x0f\n\x07samples\x18\x07 \x01(\r\x12\x0c\n\x04rows\x18\x08 \x01(\x04\x12\"\n\x05\x66irst\x18\t \x01(\x0b\x32\x13.heinfer.wire.Chunk\x12\r\n\x05trace\x18\n \x01(\x0c\"<\n\x05\x43hunk\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x11\n\tfirst_row\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\r\"l\n\x0b\x42lockAnswer\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x17\n\x0f\x63ompute_seconds\x18\x03 \x01(\x01\x12\"\n\x05\x66irst\x18\x04 \x01(\x0b\x32\x13.heinfer.wire.Chunk\"2\n\x07\x46\x61ilure\x12\'\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x19.heinfer.wire.FailureCode\"7\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0c\n\x04\x64ims\x18\x03 \x03(\x03\"\xd5\x01\n\x0b\x44\x65scription\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tplan_hash\x18\x02 \x01(\x0c\x12 \n\x04mode\x18\x03 \x01(\x0e\x32\x12.heinfer.wire.Mode\x12\x13\n\x0bmax_samples\x18\x04 \x01(\r\x12(\n\x06inputs\x18\x05 \x03(\x0b\x32\x18.heinfer.wire.TensorSpec\x12)\n\x07outputs\x18\x06 \x03(\x0b\x32\x18.heinfer.wire.TensorSpec\x12\r\n\x05model\x18\x07 \x01(\t\"\n\n\x08\x44\x65scribe\"(\n\x08Greeting\x12\r\n\x05token\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"\xc7\x01\n\x0cQueryMessage\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.heinfer.wire.QueryHeaderH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.heinfer.wire.TensorChunkH\x00\x12*\n\x08\x64\x65scribe\x18\x03 \x01(\x0b\x32\x16.heinfer.wire.DescribeH\x00\x12*\n\x08greeting\x18\x04 \x01(\x0b\x32\x16.heinfer.wire.GreetingH\x00\x42\x06\n\x04kind\"\x82\x02\n\rResultMessage\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.heinfer.wire.ResultHeaderH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.heinfer.wire.TensorChunkH\x00\x12.\n\nstatistics\x18\x03 \x01(\x0b\x32\x18.heinfer.wire.StatisticsH\x00\x12-\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x1a.heinfer.wire.QueryFailureH\x00\x12\x30\n\x0b\x64\x65scription\x18\x05 \x01(\x0b\x32\x19.heinfer.wire.DescriptionH\x00\x42\x06\n\x04kind\"\xbb\x01\n\x0bQueryHeader\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12)\n\x07tensors\x18\x02 \x03(\x0b\x32\x18.heinfer.wire.TensorSpec\x12\x17\n\x0fwant_statistics\x18\x03 \x01(\x08\x12\x15\n\rtrace_samples\x18\x04 \x01(\r\x12(\n\x05\x66irst\x18\x05 \x01(\x0b\x32\x19.heinfer.wire.TensorChunk\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"w\n\x0cResultHeader\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12)\n\x07tensors\x18\x02 \x03(\x0b\x32\x18.heinfer.wire.TensorSpec\x12(\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x19.heinfer.wire.TensorChunk\"3\n\x0bTensorChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"\x1a\n\nStatistics\x12\x0c\n\x04json\x18\x01 \x01(\x0c\"M\n\x0cQueryFailure\x12,\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1e.heinfer.wire.QueryFailureCode\x12\x0f\n\x07message\x18\x02 \x01(\t*R\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x11\n\rMODE_STANDARD\x10\x01\x12\x11\n\rMODE_PREPARED\x10\x02\x12\x0e\n\nMODE_BATCH\x10\x03*\x9e\x01\n\x0b\x46\x61ilureCode\x12\x17\n\x13\x46\x41ILURE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x46\x41ILURE_FAILED\x10\x01\x12\x13\n\x0f\x46\x41ILURE_VERSION\x10\x02\x12\x10\n\x0c\x46\x41ILURE_PLAN\x10\x03\x12\x10\n\x0c\x46\x41ILURE_BUSY\x10\x04\x12\x13\n\x0f\x46\x41ILURE_DAMAGED\x10\x05\x12\x14\n\x10\x46\x41ILURE_STOPPING\x10\x06*\xea\x01\n\x10QueryFailureCode\x12\x1d\n\x19QUERY_FAILURE_UNSPECIFIED\x10\x00\x12\x18\n\x14QUERY_FAILURE_FAILED\x10\x01\x12\x17\n\x13QUERY_FAILURE_INPUT\x10\x02\x12\x16\n\x12QUERY_FAILURE_BUSY\x10\x03\x12\x18\n\x14QUERY_FAILURE_SERVER\x10\x04\x12\x1b\n\x17QUERY_FAILURE_INTEGRITY\x10\x05\x12\x19\n\x15QUERY_FAILURE_REFUSED\x10\x06\x12\x1a\n\x16QUERY_FAILURE_STOPPING\x10\x07\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'heinfer.wire.proto.heinfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODE']._serialized_start=2106
-  _globals['_MODE']._serialized_end=2188
-  _globals['_FAILURECODE']._serialized_start=2191
-  _globals['_FAILURECODE']._serialized_end=2349
-  _globals['_QUERYFAILURECODE']._serialized_start=2352
-  _globals['_QUERYFAILURECODE']._serialized_end=2586
+  _globals['_MODE']._serialized_start=2172
+  _globals['_MODE']._serialized_end=2254
+  _globals['_FAILURECODE']._serialized_start=2257
+  _globals['_FAILURECODE']._serialized_end=2415
+  _globals['_QUERYFAILURECODE']._serialized_start=2418
+  _globals['_QUERYFAILURECODE']._serialized_end=2652
   _globals['_NODEMESSAGE']._serialized_start=51
   _globals['_NODEMESSAGE']._serialized_end=195
   _globals['_SERVERMESSAGE']._serialized_start=198
@@ -46,33 +46,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_READY']._serialized_start=457
   _globals['_READY']._serialized_end=464
   _globals['_BLOCKREQUEST']._serialized_start=467
-  _globals['_BLOCKREQUEST']._serialized_end=670
-  _globals['_CHUNK']._serialized_start=672
-  _globals['_CHUNK']._serialized_end=732
-  _globals['_BLOCKANSWER']._serialized_start=734
-  _globals['_BLOCKANSWER']._serialized_end=842
-  _globals['_FAILURE']._serialized_start=844
-  _globals['_FAILURE']._serialized_end=894
-  _globals['_TENSORSPEC']._serialized_start=896
-  _globals['_TENSORSPEC']._serialized_end=951
-  _globals['_DESCRIPTION']._serialized_start=954
-  _globals['_DESCRIPTION']._serialized_end=1152
-  _globals['_DESCRIBE']._serialized_start=1154
-  _globals['_DESCRIBE']._serialized_end=1164
-  _globals['_GREETING']._serialized_start=1166
-  _globals['_GREETING']._serialized_end=1191
-  _globals['_QUERYMESSAGE']._serialized_start=1194
-  _globals['_QUERYMESSAGE']._serialized_end=1393
-  _globals['_RESULTMESSAGE']._serialized_start=1396
-  _globals['_RESULTMESSAGE']._serialized_end=1654
-  _globals['_QUERYHEADER']._serialized_start=1657
-  _globals['_QUERYHEADER']._serialized_end=1823
-  _globals['_RESULTHEADER']._serialized_start=1825
-  _globals['_RESULTHEADER']._serialized_end=1944
-  _globals['_TENSORCHUNK']._serialized_start=1946
-  _globals['_TENSORCHUNK']._serialized_end=1997
-  _globals['_STATISTICS']._serialized_start=1999
-  _globals['_STATISTICS']._serialized_end=2025
-  _globals['_QUERYFAILURE']._serialized_start=2027
-  _globals['_QUERYFAILURE']._serialized_end=2104
+  _globals['_BLOCKREQUEST']._serialized_end=685
+  _globals['_CHUNK']._serialized_start=687
+  _globals['_CHUNK']._serialized_end=747
+  _globals['_BLOCKANSWER']._serialized_start=749
+  _globals['_BLOCKANSWER']._serialized_end=857
+  _globals['_FAILURE']._serialized_start=859
+  _globals['_FAILURE']._serialized_end=909
+  _globals['_TENSORSPEC']._serialized_start=911
+  _globals['_TENSORSPEC']._serialized_end=966
+  _globals['_DESCRIPTION']._serialized_start=969
+  _globals['_DESCRIPTION']._serialized_end=1182
+  _globals['_DESCRIBE']._serialized_start=1184
+  _globals['_DESCRIBE']._serialized_end=1194
+  _globals['_GREETING']._serialized_start=1196
+  _globals['_GREETING']._serialized_end=1236
+  _globals['_QUERYMESSAGE']._serialized_start=1239
+  _globals['_QUERYMESSAGE']._serialized_end=1438
+  _globals['_RESULTMESSAGE']._serialized_start=1441
+  _globals['_RESULTMESSAGE']._serialized_end=1699
+  _globals['_QUERYHEADER']._serialized_start=1702
+  _globals['_QUERYHEADER']._serialized_end=1889
+  _globals['_RESULTHEADER']._serialized_start=1891
+  _globals['_RESULTHEADER']._serialized_end=2010
+  _globals['_TENSORCHUNK']._serialized_start=2012
+  _globals['_TENSORCHUNK']._serialized_end=2063
+  _globals['_STATISTICS']._serialized_start=2065
+  _globals['_STATISTICS']._serialized_end=2091
+  _globals['_QUERYFAILURE']._serialized_start=2093
+  _globals['_QUERYFAILURE']._serialized_end=2170
 # @@protoc_insertion_point(module_scope)

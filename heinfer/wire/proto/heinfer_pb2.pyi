@@ -91,7 +91,7 @@ class Ready(_message.Message):
     def __init__(self) -> None: ...
 
 class BlockRequest(_message.Message):
-    __slots__ = ("session", "plan_hash", "block", "request_id", "attempt", "mode", "samples", "rows", "first")
+    __slots__ = ("session", "plan_hash", "block", "request_id", "attempt", "mode", "samples", "rows", "first", "trace")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PLAN_HASH_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class BlockRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     plan_hash: bytes
     block: int
@@ -110,7 +111,8 @@ class BlockRequest(_message.Message):
     samples: int
     rows: int
     first: Chunk
-    def __init__(self, session: _Optional[bytes] = ..., plan_hash: _Optional[bytes] = ..., block: _Optional[int] = ..., request_id: _Optional[int] = ..., attempt: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., samples: _Optional[int] = ..., rows: _Optional[int] = ..., first: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    trace: bytes
+    def __init__(self, session: _Optional[bytes] = ..., plan_hash: _Optional[bytes] = ..., block: _Optional[int] = ..., request_id: _Optional[int] = ..., attempt: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., samples: _Optional[int] = ..., rows: _Optional[int] = ..., first: _Optional[_Union[Chunk, _Mapping]] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("request_id", "first_row", "rows")
@@ -151,30 +153,34 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., dims: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("protocol_version", "plan_hash", "mode", "max_samples", "inputs", "outputs")
+    __slots__ = ("protocol_version", "plan_hash", "mode", "max_samples", "inputs", "outputs", "model")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PLAN_HASH_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     MAX_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     plan_hash: bytes
     mode: Mode
     max_samples: int
     inputs: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     outputs: _containers.RepeatedCompositeFieldContainer[TensorSpec]
-    def __init__(self, protocol_version: _Optional[int] = ..., plan_hash: _Optional[bytes] = ..., mode: _Optional[_Union[Mode, str]] = ..., max_samples: _Optional[int] = ..., inputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+    model: str
+    def __init__(self, protocol_version: _Optional[int] = ..., plan_hash: _Optional[bytes] = ..., mode: _Optional[_Union[Mode, str]] = ..., max_samples: _Optional[int] = ..., inputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Describe(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Greeting(_message.Message):
-    __slots__ = ("token",)
+    __slots__ = ("token", "model")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     token: str
-    def __init__(self, token: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, token: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class QueryMessage(_message.Message):
     __slots__ = ("header", "chunk", "describe", "greeting")
@@ -203,18 +209,20 @@ class ResultMessage(_message.Message):
     def __init__(self, header: _Optional[_Union[ResultHeader, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., failure: _Optional[_Union[QueryFailure, _Mapping]] = ..., description: _Optional[_Union[Description, _Mapping]] = ...) -> None: ...
 
 class QueryHeader(_message.Message):
-    __slots__ = ("request_id", "tensors", "want_statistics", "trace_samples", "first")
+    __slots__ = ("request_id", "tensors", "want_statistics", "trace_samples", "first", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     WANT_STATISTICS_FIELD_NUMBER: _ClassVar[int]
     TRACE_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     want_statistics: bool
     trace_samples: int
     first: TensorChunk
-    def __init__(self, request_id: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., want_statistics: _Optional[bool] = ..., trace_samples: _Optional[int] = ..., first: _Optional[_Union[TensorChunk, _Mapping]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request_id: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., want_statistics: _Optional[bool] = ..., trace_samples: _Optional[int] = ..., first: _Optional[_Union[TensorChunk, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class ResultHeader(_message.Message):
     __slots__ = ("request_id", "tensors", "first")
