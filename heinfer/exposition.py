@@ -10,12 +10,15 @@ time, open files) and says what runs (`heinfer_build_info`).
 
 from __future__ import annotations
 
+import logging
 import platform
 import ssl
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from typing import Any, Generic, TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
@@ -33,6 +36,7 @@ __all__ = [
     "CollectorRegistry",
     "Counter",
     "CounterMetricFamily",
+    "Family",
     "GaugeMetricFamily",
     "Histogram",
     "Metric",
@@ -41,6 +45,10 @@ __all__ = [
     "new_registry",
     "render",
 ]
+logger = logging.getLogger(__name__)
+Kind = TypeVar("Kind", Counter, Histogram)
+#: Seconds that a connection for metrics may be silent.
+SILENT_S = 10.0
 #: Bounds of histograms of seconds: parts of a query take tenths of a millisecond, batches minutes.
 SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 #: Bounds of histograms of samples and of requests that run together.
@@ -65,6 +73,25 @@ def render(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
     """Return all metrics, and the content type, that an Accept header asks for."""
     encode, kind = choose_encoder(accept)
     return encode(registry), kind
+
+
+class Family(Generic[Kind]):
+    """A counter or histogram by labels, which keeps what `labels` would look up anew; safe to use from several threads.
+
+    Args:
+        metric: with labels.
+    """
+
+    def __init__(self, metric: Kind) -> None:
+        self._metric: Kind = metric
+        self._children: dict[tuple[str, ...], Kind] = {}
+
+    def of(self, *labels: str) -> Kind:
+        """Return the series of these labels, which come from closed sets."""
+        child = self._children.get(labels)
+        if child is None:
+            child = self._children[labels] = self._metric.labels(*labels)
+        return child
 
 
 class MetricsServer:
@@ -98,6 +125,7 @@ class MetricsServer:
             )
         except OSError:
             raise cannot_listen(address) from None
+        _bound(self._server)
         self.address = Address(address.host, self._server.server_port)
 
     def stop(self, grace_s: float = 0.0) -> None:
@@ -105,6 +133,22 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(grace_s or None)
+
+
+def _bound(server: Any) -> None:
+    """Bound what a silent peer costs: of prometheus_client's server a thread, for `SILENT_S`.
+
+    A handshake is for the connection's thread to do; in the thread that accepts it would make all others wait, and
+    `shutdown` too.
+    """
+    server.RequestHandlerClass = type("_Handler", (server.RequestHandlerClass,), {"timeout": SILENT_S})
+    server.handle_error = _log_failure
+    if isinstance(server.socket, ssl.SSLSocket):
+        server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
+
+
+def _log_failure(request: object, client_address: object) -> None:
+    logger.warning("a request for metrics ended by %s", type(sys.exception()).__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ SETTINGS = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "GRPC_VERBOSITY": "NONE",  # a client could fill the log from its C core, which knows nothing of our format
     "NUMBA_THREADING_LAYER": "threadsafe",  # tbb or OpenMP; never workqueue, which aborts under two threads
 }
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from heinfer.cli.main import main
 from heinfer.plan import ServerBundle, load_node, load_server
 from heinfer.processes import child_environment
 from heinfer.ring import RingParameters
@@ -27,7 +31,7 @@ from trusted_node.modes import ModeChoice
 from trusted_node.pool import PreparedPool
 from trusted_node.preparation import Preparer
 from trusted_node.service import NodeService
-from trusted_node.serving.interface import ModelEntry, ModelState, ModelStatus, Query, UnknownModelError
+from trusted_node.serving.interface import Channel, ModelEntry, ModelState, ModelStatus, Query, UnknownModelError
 from trusted_node.serving.scheduling import MAX_SAMPLES, QueueLimits, Scheduler
 from trusted_node.workers import CryptoPool, Encrypted
 
@@ -93,6 +97,9 @@ class OnlyModel:
 
     def submit(self, query: Query) -> Future[QueryResult]:
         return self.scheduler.submit(query)
+
+    def check_queue(self, channel: Channel, request_id: str) -> None:
+        self.scheduler.check_queue(channel, request_id)
 
     def status(self) -> ModelStatus:
         load = self.scheduler.load()
@@ -227,12 +234,35 @@ def command(*arguments: object, timeout_s: float = 120) -> Outcome:
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
+def inside(*arguments: object) -> Outcome:
+    """Run `heinfer ...` to its end in this process, which spares the seconds that starting one takes."""
+    out, err, code = StringIO(), StringIO(), 0
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["heinfer", *map(str, arguments)])
+        patch.setenv("COLUMNS", "200")
+        patch.setenv("NO_COLOR", "1")
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            root.handlers[:] = handlers
+            root.setLevel(level)
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
 def refusal(*arguments: object) -> str:
-    """Run a command that must be refused; return its one line of reason.
+    """Run, in this process, a command that must be refused; return its one line of reason."""
+    return refused(inside(*arguments))
+
+
+def refused(done: Outcome) -> str:
+    """Return the one line of reason of a command that must have been refused.
 
     The line is on standard error, there is nothing else and no traceback, and the exit code is 1.
     """
-    done = command(*arguments)
     assert done.code == 1, done
     assert "Traceback" not in done.err + done.out, done
     lines = done.err.strip().splitlines()

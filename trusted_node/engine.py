@@ -18,7 +18,7 @@ fails it alone:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -264,13 +264,22 @@ class Engine:
     def _run(self, groups: list[tuple[Group, dict[str, NDArray[Any]]]], mode: Mode) -> list[dict[str, NDArray[Any]]]:
         """Run groups, a few at a time; a single prepared one runs in the caller's thread, which is the fastest.
 
-        What the data make fail is in `Group.failures`: the server must see the other groups all the same.
+        What the data make fail is in `Group.failures`: the server must see the other groups all the same. No more wait
+        for a thread than could run, so those of a small query are not behind all of a large one.
         """
         if len(groups) == 1 and mode is Mode.PREPARED:
             group, part = groups[0]
             return [group.run(part)]
-        futures = [self._threads.submit(group.run, part) for group, part in groups]
+        futures: list[Future[dict[str, NDArray[Any]]]] = []
+        pending: set[Future[dict[str, NDArray[Any]]]] = set()
         try:
+            for group, part in groups:
+                if len(pending) == GROUPS_IN_FLIGHT:
+                    ended, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in ended:
+                        future.result()
+                futures.append(self._threads.submit(group.run, part))
+                pending.add(futures[-1])
             return [future.result() for future in futures]
         finally:
             for future in futures:

@@ -147,8 +147,9 @@ class Group:
                 made[request] = self._engine.runner.run_step(error.position, step, own)
             except NodeStepError as again:
                 self._fail([request], _refused(again))
-        if not made:
-            raise error
+        lengths = {request: span.stop - span.start for request, span in self._spans.items()}
+        if not made or any(y.shape[:1] != (lengths[r],) for r, own in made.items() for y in own.values()):
+            raise error  # nobody's alone, or what it makes is not by sample
         likes = next(iter(made.values())).items()
         outputs = {name: np.zeros((self._samples, *like.shape[1:]), like.dtype) for name, like in likes}
         for request, own in made.items():

@@ -97,7 +97,7 @@ class _Same:
         return id(self.plan)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)  # runs of joined queries have all sizes
 def _seconds(same: _Same, mode: ModeName, samples: int) -> float:
     return forecast(same.plan, mode, samples, _machine()).total_s
 

@@ -182,7 +182,7 @@ def node_command(
         checked=not unchecked,
         memory=room,
         trusted=read_trusted_keys(trusted_key or ()),
-        queue=QueueLimits(queries=queue, max_delay_s=parse_duration(max_delay)),
+        queue=QueueLimits(queries=queue, values_bytes=room, max_delay_s=parse_duration(max_delay)),
     )
     serving.check()
     folders = parse_model_folders(folder)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from heinfer.exposition import SECONDS, Counter, Histogram, Readings, new_registry
+from heinfer.exposition import SECONDS, Counter, Family, Histogram, Readings, new_registry
 from heinfer.server.observing import AnsweredRequest
 from heinfer.server.prepared import PreparedBlocks
 from heinfer.wire import MemoryBudget
@@ -29,8 +29,8 @@ class ServerMetrics:
         self.registry = new_registry("server")
         self._readings = Readings(self.registry)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"heinfer_server_{name}", text, labels, registry=self.registry)
+        def counter(name: str, text: str, *labels: str) -> Family[Counter]:
+            return Family(Counter(f"heinfer_server_{name}", text, labels, registry=self.registry))
 
         self._requests = counter("requests", "Requests that were answered.", "model", "block", "mode")
         self._samples = counter("samples", "Samples that answered requests carried.", "model", "block", "mode")
@@ -38,23 +38,25 @@ class ServerMetrics:
         self._block_seconds = counter(
             "block_seconds", "Products, and waits for their turn, of a block.", "model", "block"
         )
-        self._seconds = Histogram(
-            "heinfer_server_request_seconds",
-            "Products, and waits for their turn, of a request.",
-            ("model", "mode"),
-            registry=self.registry,
-            buckets=SECONDS,
+        self._seconds = Family(
+            Histogram(
+                "heinfer_server_request_seconds",
+                "Products, and waits for their turn, of a request.",
+                ("model", "mode"),
+                registry=self.registry,
+                buckets=SECONDS,
+            )
         )
 
     def answered(self, request: AnsweredRequest) -> None:
         """Count a request."""
         model, block, mode = request.model, str(request.block), request.mode.name.lower()
-        self._samples.labels(model, block, mode).inc(request.samples)
-        self._bytes.labels(model, "up").inc(request.bytes_up)
-        self._bytes.labels(model, "down").inc(request.bytes_down)
-        self._block_seconds.labels(model, block).inc(request.seconds)
-        self._seconds.labels(model, mode).observe(request.seconds)
-        self._requests.labels(model, block, mode).inc()
+        self._samples.of(model, block, mode).inc(request.samples)
+        self._bytes.of(model, "up").inc(request.bytes_up)
+        self._bytes.of(model, "down").inc(request.bytes_down)
+        self._block_seconds.of(model, block).inc(request.seconds)
+        self._seconds.of(model, mode).observe(request.seconds)
+        self._requests.of(model, block, mode).inc()
 
     def watch_model(self, model: str, prepared: PreparedBlocks) -> None:
         """Ask at every scrape how many products a model's requests in prepared mode took."""

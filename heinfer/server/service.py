@@ -52,7 +52,8 @@ from heinfer.wire import (
 from heinfer.wire.listener import ConnectionCounts
 
 logger = logging.getLogger(__name__)
-#: Connections served at once: a node may open 76, four uploads for each of 16 small queries and three groups.
+#: Connections served at once. A node may open 24 for a model, four uploads for each of two small runs and of four
+#: groups of larger ones.
 WORKERS = 128
 #: Residues in memory for one that travels, in either direction: as unpacked, and as laid out for the product.
 _COPIES = 2

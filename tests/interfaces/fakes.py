@@ -23,6 +23,7 @@ from heinfer.ring import RingParameters
 from trusted_node.engine import QueryResult, check_inputs
 from trusted_node.serving.interface import (
     VERSION,
+    Channel,
     DeadlineError,
     FinishedQuery,
     ModelEntry,
@@ -85,6 +86,7 @@ class FakeModel:
         refusal: what `submit` raises.
         capacity: queries that may wait, more are refused.
         submitted: the queries that were taken, in order.
+        turned_away: channel and id of those that were refused before they were read.
         state: what the repository says of it.
     """
 
@@ -99,6 +101,7 @@ class FakeModel:
         self.refusal: HeinferError | None = None
         self.capacity = 1000
         self.submitted: list[Query] = []
+        self.turned_away: list[tuple[Channel, str]] = []
         self.state = ModelState.READY
         self.latencies_ms: tuple[float, ...] = (5.0, 6.0, 5.5)
         self._answer = answer
@@ -128,6 +131,11 @@ class FakeModel:
             timer.daemon = True
             timer.start()
         return future
+
+    def check_queue(self, channel: Channel, request_id: str) -> None:
+        if self._pending >= self.capacity:
+            self.turned_away.append((channel, request_id))
+            raise QueueFullError(f"{self._pending} queries wait already; ask again later")
 
     def hold(self) -> None:
         """Let queries wait from now on."""

@@ -9,6 +9,7 @@ from heinfer.wire import Address, TokenFile
 from trusted_node.serving.http_app import make_app
 from trusted_node.serving.http_server import HttpServer
 from trusted_node.serving.interface import ModelEntry, Models, ServedModel
+from trusted_node.serving.limits import ServingLimits
 from trusted_node.serving.page import page_routes
 
 
@@ -36,9 +37,10 @@ class Current:
 
 
 @contextmanager
-def page_of(models: Models, tokens: TokenFile | None = None) -> Iterator[str]:
+def page_of(models: Models, tokens: TokenFile | None = None, limits: ServingLimits | None = None) -> Iterator[str]:
     """Serve the page as a node does; yields its origin."""
-    app = make_app(models, tokens=tokens, routes=page_routes(models, hosts=["127.0.0.1"], tokens=tokens))
+    routes = page_routes(models, hosts=["127.0.0.1"], tokens=tokens, limits=limits)
+    app = make_app(models, tokens=tokens, routes=routes)
     server = HttpServer(Address("127.0.0.1", 0), app)
     try:
         yield f"http://{server.address}"

@@ -37,6 +37,7 @@ class SmallNode:
 def small_node(
     bundle: Path,
     *,
+    name: str = MODEL,
     mode: ModeChoice = ModeChoice.AUTO,
     observer: Observer | None = None,
     tracer: Tracer = NO_TRACER,
@@ -50,9 +51,9 @@ def small_node(
         server = EvaluatorService(evaluator, LOOPBACK, IMPATIENT, observer=server_observer, tracer=server_tracer)
         stack.callback(server.stop, 0.0)
         settings = ModelSettings([through(server.address)], IMPATIENT, mode=mode, workers=1, prepared=0, tracer=tracer)
-        models = ModelRepository([ModelFolder(MODEL, bundle / "node")], settings, observer)
+        models = ModelRepository([ModelFolder(name, bundle / "node")], settings, observer)
         stack.callback(models.close, 0.0)
         models.load_all()
-        node = NodeService(models, MODEL, LOOPBACK, IMPATIENT, allow_trace=True)
+        node = NodeService(models, name, LOOPBACK, IMPATIENT, allow_trace=True)
         stack.callback(node.stop, 0.0)
         yield SmallNode(evaluator, server, models, node)

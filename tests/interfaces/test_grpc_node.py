@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -15,25 +14,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from heinfer.plan import read_plan
-from tests.parties import start
+from tests.parties import Process
 
 SAMPLES = 40
 CLIENTS = 8
 
 
-@pytest.fixture(scope="module")
-def node(dense_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture
+def node(dense_node: Process) -> str:
     """Where a node with the small dense model serves gRPC."""
-    folder = tmp_path_factory.mktemp("node")
-    loopback = "127.0.0.1:0"
-    with (
-        start(folder / "server.log", "serve", str(dense_bundle / "server"), "--listen", loopback) as server,
-        start(
-            folder / "node.log", "node", str(dense_bundle / "node"),
-            "--server", server.address, "--listen", loopback, "--grpc", loopback,
-        ) as party,
-    ):  # fmt: skip
-        yield party.addresses["grpc"]
+    return dense_node.addresses["grpc"]
 
 
 def wrapped(x: np.ndarray) -> list[triton.InferInput]:

@@ -51,7 +51,7 @@ def test_bodies_in_unknown_coding_or_damaged_are_refused(node):
 
 @pytest.fixture(scope="module")
 def small_node():
-    limits = ServingLimits(body_bytes=20_000, json_bytes=10_000, total_bytes=150_000)
+    limits = ServingLimits(body_bytes=20_000, json_bytes=10_000, total_bytes=300_000)
     with served(limits) as node:
         yield node
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,25 +13,16 @@ import tritonclient.http as triton
 
 from heinfer.plan import read_plan
 from tests.interfaces.http_serving import error_of
-from tests.parties import start
+from tests.parties import Process
 
 SAMPLES = 40
 CLIENTS = 8
 
 
-@pytest.fixture(scope="module")
-def node(dense_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture
+def node(dense_node: Process) -> str:
     """Where a node with the small dense model serves HTTP."""
-    folder = tmp_path_factory.mktemp("node")
-    loopback = "127.0.0.1:0"
-    with (
-        start(folder / "server.log", "serve", str(dense_bundle / "server"), "--listen", loopback) as server,
-        start(
-            folder / "node.log", "node", str(dense_bundle / "node"),
-            "--server", server.address, "--listen", loopback, "--http", loopback,
-        ) as party,
-    ):  # fmt: skip
-        yield party.addresses["http"]
+    return dense_node.addresses["http"]
 
 
 def values(samples: int, seed: int) -> np.ndarray:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import http.client
 import re
+import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from dataclasses import replace
@@ -16,14 +18,14 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from starlette.applications import Starlette
 
 from heinfer.client import connect
 from heinfer.errors import ParameterError, RemoteProtocolError
-from heinfer.exposition import MetricsServer, Readings, new_registry, render
+from heinfer.exposition import Family, MetricsServer, Readings, new_registry, render
 from heinfer.plan import load_server
 from heinfer.processes import child_environment
 from heinfer.server.evaluation import BlockEvaluator
@@ -272,6 +274,32 @@ def test_under_tls_the_servers_metrics_are_for_holders_of_a_certificate(tmp_path
                 fetch(url, identities["server"] / "ca.pem", stranger)
     finally:
         server.stop()
+
+
+def test_a_peer_that_is_silent_keeps_nobody_from_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("heinfer.exposition.SILENT_S", 0.3)
+    identities = Identities(tmp_path)
+    server = MetricsServer(LOOPBACK, new_registry("server"), identities.load("server"))
+    stopping = threading.Thread(target=server.stop, daemon=True)
+    with socket.create_connection(server.address.endpoint, timeout=5) as silent:
+        url = f"https://{server.address}/metrics"
+        assert b"process_cpu" in fetch(url, identities["server"] / "ca.pem", identities["node to server"])
+        assert silent.recv(1) == b""  # given up
+        with socket.create_connection(server.address.endpoint, timeout=5):
+            stopping.start()
+            stopping.join(5)
+            assert not stopping.is_alive()
+    assert "a request for metrics ended by" in caplog.text
+
+
+def test_series_are_looked_up_once() -> None:
+    counter = Counter("c", "Text.", ("a", "b"), registry=CollectorRegistry())
+    family = Family(counter)
+    assert family.of("1", "2") is family.of("1", "2")
+    assert family.of("1", "2") is counter.labels("1", "2")
+    assert family.of("1", "2") is not family.of("2", "1")
 
 
 def fetch(url: str, ca: Path, identity: Path | None) -> bytes:

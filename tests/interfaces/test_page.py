@@ -52,9 +52,11 @@ PIXELS = [i % 256 / 255 for i in range(784)]
 
 
 @contextmanager
-def served(models: Models, tokens: TokenFile | None = None) -> Iterator[httpx.Client]:
+def served(
+    models: Models, tokens: TokenFile | None = None, limits: ServingLimits | None = None
+) -> Iterator[httpx.Client]:
     """Serve the page over real sockets; the client sends what the page's script sends."""
-    with page_of(models, tokens) as origin, script_of(origin) as client:
+    with page_of(models, tokens, limits) as origin, script_of(origin) as client:
         yield client
 
 
@@ -290,24 +292,19 @@ def test_infer_page_that_goes_away_takes_its_query_along(models: FakeModels, cli
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_infer_body_beyond_the_limit_is_not_read(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, announced: bool
-) -> None:
+def test_infer_body_beyond_the_limit_is_not_read(models: FakeModels, announced: bool) -> None:
     largest = 2**16
-    monkeypatch.setattr("trusted_node.serving.page.LIMITS", ServingLimits(body_bytes=largest, json_bytes=largest))
     body = b" " * (largest + 1)
     content = body if announced else iter([body[:40_000], body[40_000:]])
-    found = client.post("/page/infer", content=content, headers={"Content-Type": "application/json"})
+    with served(models, limits=ServingLimits(body_bytes=largest, json_bytes=largest)) as client:
+        found = client.post("/page/infer", content=content, headers={"Content-Type": "application/json"})
     assert (found.status_code, found.json()["kind"]) == (413, "input")
 
 
-def test_infer_bodies_that_have_no_room_are_told_to_come_again(
-    models: FakeModels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_infer_bodies_that_have_no_room_are_told_to_come_again(models: FakeModels) -> None:
     small = ServingLimits(body_bytes=2**16, json_bytes=2**16, total_bytes=2**16)
-    monkeypatch.setattr("trusted_node.serving.page.LIMITS", small)
-    with served(models) as client:
-        found = ask(client, PIXELS)  # 15 KB of JSON, which count eight times
+    with served(models, limits=small) as client:
+        found = ask(client, PIXELS)  # 15 KB of JSON, which count many times
         assert (found.status_code, found.json()["kind"]) == (429, "busy")
         assert client.post("/page/infer", json={"model": "digits", "data": "random"}).status_code == 200
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,14 @@ import numpy as np
 import pytest
 
 from heinfer.client import connect
-from heinfer.errors import InputError, PlanError
+from heinfer.errors import InputError, PlanError, RemoteProtocolError
 from heinfer.plan import load_node, load_server, read_plan
 from heinfer.server.evaluation import BlockEvaluator
 from heinfer.server.prepared import shared_merger
 from heinfer.server.service import EvaluatorService
 from heinfer.wire import FailureCode, Limits, QueryFailedError, QueryFailureCode, RefusedError, block_shapes
 from partitioner import partition
+from tests.interfaces.test_scheduling import Notes
 from tests.parties import IMPATIENT, LOOPBACK
 from tests.small_models import dense_model
 from trusted_node.integrity import ATTEMPTS
@@ -30,6 +32,7 @@ from trusted_node.serving.interface import (
     Channel,
     ModelNotReadyError,
     ModelState,
+    Outcome,
     Query,
     UnknownModelError,
 )
@@ -175,6 +178,52 @@ def test_model_is_replaced_without_a_gap(node: Node) -> None:
     assert len(answered) > 4
     assert node.models.get("first") is not before
     assert before.submit(Query({"x": X}, Channel.HTTP, "r")).result(WAIT_S)  # its successor's queue
+
+
+def test_query_that_comes_to_a_replaced_model_is_told_of_once(
+    bundles: dict[str, Path], server: EvaluatorService
+) -> None:
+    notes = Notes()
+    settings = ModelSettings([server.address], IMPATIENT, mode=ModeChoice.PREPARED, prepared=0)
+    models = ModelRepository([ModelFolder("first", bundles["first"] / "node")], settings, notes)
+    models.load_all()
+    before = models.get("first")
+    models.load("first")
+    before.check_queue(Channel.HTTP, "r")
+    assert before.submit(Query({"x": X}, Channel.HTTP, "r")).result(WAIT_S)
+    models.close(0)
+    assert notes.outcomes() == [Outcome.OK]
+
+
+@pytest.mark.parametrize("change", ["load", "unload"])
+def test_node_that_stops_waits_for_no_model_that_is_being_drained(
+    node: Node, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    before = node.models.get("first")
+    begun = threading.Event()
+
+    def run(requests: object, *_: object) -> None:
+        begun.set()
+        while not before._replicas.closed:  # a server that says nothing for long
+            time.sleep(0.01)
+        raise RemoteProtocolError("the connection was closed")
+
+    monkeypatch.setattr(before._engine, "infer_joined", run)
+    future = before.submit(Query({"x": X}, Channel.HTTP, "r"))
+    assert begun.wait(WAIT_S)
+    changing = threading.Thread(target=getattr(node.models, change), args=("first",))
+    changing.start()
+    deadline = time.monotonic() + WAIT_S
+    while node.models._places["first"].draining is not before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    closing = threading.Thread(target=node.models.close, args=(0.0,))
+    closing.start()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    changing.join(WAIT_S)
+    with pytest.raises(RemoteProtocolError):
+        future.result(0)
 
 
 def test_loading_again_that_fails_leaves_the_loaded_model_as_it_was(node: Node) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
@@ -18,11 +20,16 @@ from onnx import TensorProto, helper, numpy_helper
 
 import trusted_node.serving.scheduling as scheduling_module
 from heinfer.errors import InputError, IntegrityError, RemoteProtocolError
-from heinfer.wire import FailureCode, RefusedError
+from heinfer.plan import NodeStep
+from heinfer.plan.execution import NodeStepError
+from heinfer.plan.forecast import GROUPS_IN_FLIGHT
+from heinfer.spans import SILENT
+from heinfer.wire import FailureCode, Limits, Mode, RefusedError
 from partitioner import partition
 from tests.interfaces.fakes import fake_plan
 from tests.parties import OnlyModel, WatchedPool, parties
 from trusted_node.engine import DataError, JoinedResult, QueryResult
+from trusted_node.groups import Group
 from trusted_node.modes import ModeChoice
 from trusted_node.serving.interface import (
     Channel,
@@ -310,6 +317,24 @@ def test_full_queue_refuses_at_once_and_recovers(limits: dict[str, int]) -> None
         assert value_of(late) == 10
 
 
+def test_full_queue_refuses_what_has_not_been_read_and_says_so() -> None:
+    engine, notes = SlowEngine(), Notes()
+    with scheduling(engine, notes, queries=1, runs=1) as scheduler:
+        first = scheduler.submit(query())
+        engine.await_run()
+        scheduler.check_queue(Channel.HTTP, "welcome")
+        second = scheduler.submit(query())
+        with pytest.raises(QueueFullError, match="ask again later"):
+            scheduler.check_queue(Channel.HTTP, "unread")
+        [refused] = notes.told
+        assert (refused.request_id, refused.channel, refused.outcome) == ("unread", Channel.HTTP, Outcome.BUSY)
+        engine.let(2)
+        assert value_of(first) == value_of(second) == 2.0
+        scheduler.check_queue(Channel.HTTP, "welcome again")
+    with pytest.raises(ModelNotReadyError):
+        scheduler.check_queue(Channel.GRPC, "late")
+
+
 def test_query_larger_than_the_queue_is_let_in_where_nothing_waits() -> None:
     engine = SlowEngine()
     with scheduling(engine, samples=4) as scheduler:
@@ -367,6 +392,65 @@ def test_deadline_ends_a_query_that_waits_and_one_that_runs_at_its_moment() -> N
         assert value_of(after) == 6
     assert engine.runs == [[1], [1]]
     assert sorted(outcome.value for outcome in notes.outcomes()) == ["deadline", "deadline", "ok"]
+
+
+def test_cancelling_at_the_moment_of_the_deadline_stops_no_clock() -> None:
+    engine, notes = SlowEngine(), Notes()
+    with scheduling(engine, notes, runs=1) as scheduler:
+        scheduler.submit(query())
+        engine.await_run()
+        waiting = scheduler.submit(query(deadline=time.monotonic() + 0.1))
+        with scheduler._changed:  # the clock rings, and who cancels can't yet take the query out of the queue
+            cancelling = threading.Thread(target=waiting.cancel)
+            cancelling.start()
+            eventually(waiting.cancelled)
+            scheduler._expire(scheduler._waiting[0])
+        cancelling.join(WAIT_S)
+        assert notes.outcomes() == [Outcome.CANCELLED]
+        assert scheduler.load().queued_queries == 0
+        with pytest.raises(DeadlineError):
+            scheduler.submit(query(deadline=time.monotonic() + 0.1)).result(WAIT_S)
+
+
+def test_deadline_that_fails_stops_no_clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    engine = SlowEngine()
+    with scheduling(engine, runs=1) as scheduler:
+        scheduler.submit(query())
+        engine.await_run()
+        ring, rung = scheduler._clock._ring, threading.Event()
+
+        def fail(ticket: object) -> None:
+            scheduler._clock._ring = ring  # type: ignore[method-assign]
+            rung.set()
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(scheduler._clock, "_ring", fail)
+        scheduler.submit(query(deadline=time.monotonic()))
+        assert rung.wait(WAIT_S)
+        with pytest.raises(DeadlineError):
+            scheduler.submit(query(deadline=time.monotonic())).result(WAIT_S)
+    assert "a query's deadline failed" in caplog.text
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_values_and_results_go_with_their_last_reader_not_when_cycles_are_looked_for(fails: bool) -> None:
+    engine = SlowEngine()
+    engine.let(100)
+    engine.error = RemoteProtocolError("gone") if fails else None
+    with scheduling(engine) as scheduler:
+        gc.collect()
+        gc.disable()
+        try:
+            asked = query()
+            values = weakref.ref(asked.inputs["x"])
+            future = scheduler.submit(asked)
+            assert (future.exception(WAIT_S) is not None) == fails
+            engine.error = None
+            del asked, future
+            value_of(scheduler.submit(query()))  # and who ran it has gone on
+            eventually(lambda: values() is None)
+        finally:
+            gc.enable()
 
 
 def test_moments_of_queries_that_have_ended_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,3 +619,55 @@ def test_many_clients_at_once_get_their_own_answers_in_few_runs(
         y = np.concatenate([result.outputs["y"] for result in results])
         assert np.abs(y - whole.outputs["y"]).max() <= bound
         assert sum(1 / query.joined for query in notes.told) < 10  # runs
+
+
+def test_small_query_in_standard_mode_is_not_behind_all_of_a_large_one(
+    dense_bundle: Path, pool: WatchedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    gate = threading.Semaphore(0)
+    whole = Group.run
+
+    def run(group: Group, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        begun.append(len(inputs["x"]))
+        assert gate.acquire(timeout=WAIT_S)
+        return whole(group, inputs)
+
+    monkeypatch.setattr(Group, "run", run)
+    x = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+    with parties(dense_bundle, pool, mode=ModeChoice.STANDARD) as both:
+        monkeypatch.setattr(both.engine, "_group_size", lambda mode: 2)
+        results: dict[int, QueryResult] = {}
+        threads = [
+            threading.Thread(target=lambda n=n: results.update({n: both.engine.infer({"x": x[:n]})})) for n in (20, 1)
+        ]
+        threads[0].start()
+        eventually(lambda: len(begun) == GROUPS_IN_FLIGHT)
+        threads[1].start()
+        eventually(lambda: both.engine._threads._work_queue.qsize() == 1)
+        for _ in range(11):
+            gate.release()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert begun[: GROUPS_IN_FLIGHT + 1] == [2, 2, 2, 1]
+        assert len(begun) == 11
+        assert np.abs(results[20].outputs["y"][0] - results[1].outputs["y"][0]).max() < 2e-2
+
+
+def test_step_whose_results_are_not_by_sample_is_not_repeated_for_each_request() -> None:
+    def run_step(position: int, step: object, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if (feeds["x"] == 7).any():
+            raise NodeStepError(position, "refused")
+        return {"y": feeds["x"], "shape": np.array([4, 4, 4, 4])}
+
+    engine = SimpleNamespace(
+        bundle=SimpleNamespace(plan=None), runner=SimpleNamespace(run_step=run_step), limits=Limits()
+    )
+    spans = {0: slice(0, 2), 1: slice(2, 3)}
+    group = Group(engine, QueryStatistics.empty(0, 0), 0, Mode.PREPARED, spans, None, SILENT)  # type: ignore[arg-type]
+    group._samples = 3
+    error = NodeStepError(0, "refused")
+    step = NodeStep("model.onnx", ("x",), ("y", "shape"), (), ())
+    with pytest.raises(NodeStepError) as caught:  # then all of them go on as zeros, and no round is left out
+        group._repeat_step(step, {"x": np.array([[1.0], [2.0], [7.0]])}, error)
+    assert caught.value is error

@@ -4,7 +4,8 @@
            bytes <-- ModelInferResponse <-- Future[QueryResult], or the client gives up and the query with it
 
 A call that waits is a coroutine and holds no thread; what is large is read and written in a few threads aside. Messages
-are parsed here and not by grpc, which would log a traceback of each that is malformed.
+are parsed here and not by grpc, which would log a traceback of each that is malformed. They are taken from the network
+when a call has been let in, and not before: of a node with one model whose queue is full, no query is even read.
 
 A stream (ModelStreamInfer) is answered in the order of its requests. `STREAM_WINDOW` of them are in the queue at a
 time, and the next one is read when the first is answered. A request that fails is an answer too: the stream goes on.
@@ -13,10 +14,11 @@ time, and the next one is read when the first is answered. A request that fails 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,6 +27,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
 from heinfer.errors import HeinferError, InputError
+from heinfer.units import size as readable
 from trusted_node.engine import QueryResult
 from trusted_node.serving import grpc_messages as messages
 from trusted_node.serving.counters import Counters
@@ -35,6 +38,7 @@ from trusted_node.serving.grpc_guard import (
     LoadFailedError,
     NotAllowedError,
     log_failure,
+    message_of,
     refusal,
 )
 from trusted_node.serving.interface import (
@@ -51,7 +55,7 @@ from trusted_node.serving.interface import (
     QueueFullError,
     UnknownModelError,
 )
-from trusted_node.serving.limits import ServingLimits
+from trusted_node.serving.limits import JSON_WEIGHT, ServingLimits
 from trusted_node.serving.proto import inference_pb2 as pb
 
 #: Requests of one stream that are in the queue or run.
@@ -65,7 +69,7 @@ _CONTROL_THREADS = 2
 _GRACE_S = 0.1
 _Made = TypeVar("_Made")
 _Request = TypeVar("_Request", bound=Message)
-_Method = Callable[[bytes, Context], Awaitable[bytes]]
+_Method = Callable[[Context], Awaitable[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,28 +116,32 @@ class Calls:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the service as grpc wants it."""
+
+        def reading(kind: type[_Request], answer: Callable[[_Request], Awaitable[Message]]) -> _Method:
+            return _parsing(kind, answer, self._limits.body_s)
+
         unary: Mapping[str, _Method] = {
-            "ServerLive": _reading(pb.ServerLiveRequest, self.live),
-            "ServerReady": _reading(pb.ServerReadyRequest, self.ready),
-            "ModelReady": _reading(pb.ModelReadyRequest, self.model_ready),
-            "ServerMetadata": _reading(pb.ServerMetadataRequest, self.metadata),
-            "ModelMetadata": _reading(pb.ModelMetadataRequest, self.model_metadata),
-            "ModelConfig": _reading(pb.ModelConfigRequest, self.model_config),
-            "ModelStatistics": _reading(pb.ModelStatisticsRequest, self.model_statistics),
-            "RepositoryIndex": _reading(pb.RepositoryIndexRequest, self.index),
-            "RepositoryModelLoad": _reading(pb.RepositoryModelLoadRequest, self.load),
-            "RepositoryModelUnload": _reading(pb.RepositoryModelUnloadRequest, self.unload),
+            "ServerLive": self.live,
+            "ServerReady": reading(pb.ServerReadyRequest, self.ready),
+            "ModelReady": reading(pb.ModelReadyRequest, self.model_ready),
+            "ServerMetadata": reading(pb.ServerMetadataRequest, self.metadata),
+            "ModelMetadata": reading(pb.ModelMetadataRequest, self.model_metadata),
+            "ModelConfig": reading(pb.ModelConfigRequest, self.model_config),
+            "ModelStatistics": reading(pb.ModelStatisticsRequest, self.model_statistics),
+            "RepositoryIndex": reading(pb.RepositoryIndexRequest, self.index),
+            "RepositoryModelLoad": reading(pb.RepositoryModelLoadRequest, self.load),
+            "RepositoryModelUnload": reading(pb.RepositoryModelUnloadRequest, self.unload),
             "ModelInfer": self.infer,
         }
         methods: dict[str, Handler] = {
-            name: grpc.unary_unary_rpc_method_handler(_failing(name, call)) for name, call in unary.items()
+            name: grpc.stream_unary_rpc_method_handler(_failing(name, call)) for name, call in unary.items()
         }
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self.stream)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    async def live(self, request: pb.ServerLiveRequest) -> Message:
-        """Answer at all."""
-        return pb.ServerLiveResponse(live=True)
+    async def live(self, context: Context) -> bytes:
+        """Answer at all, whatever is asked: strangers may, and nobody waits for their messages."""
+        return pb.ServerLiveResponse(live=True).SerializeToString()
 
     async def ready(self, request: pb.ServerReadyRequest) -> Message:
         """Say whether every model is ready."""
@@ -193,8 +201,10 @@ class Calls:
         await self._change(self._models.unload, request.repository_name, request.model_name)
         return pb.RepositoryModelUnloadResponse()
 
-    async def infer(self, raw: bytes, context: Context) -> bytes:
+    async def infer(self, context: Context) -> bytes:
         """Run a query."""
+        self._check_only_queue()
+        raw = await message_of(context, self._limits.query_s)
         return await self._answer(raw, context, lambda response: response)
 
     async def stream(self, _: object, context: Context) -> None:
@@ -215,6 +225,17 @@ class Calls:
                 await context.write(await answer)
                 window.release()
 
+    def _check_only_queue(self) -> None:
+        """Refuse a query before its message is read, where it can only be for one model and that one's queue is full.
+
+        Raises:
+            QueueFullError: it is.
+        """
+        entries = self._models.entries()
+        if len(entries) == 1:
+            with suppress(UnknownModelError, ModelNotReadyError):
+                self._models.get(entries[0].name).check_queue(Channel.GRPC, secrets.token_hex(8))
+
     async def _answer_in_stream(self, raw: bytes, context: Context) -> bytes:
         try:
             return await self._answer(
@@ -228,12 +249,17 @@ class Calls:
             failure = error
         log_failure("ModelStreamInfer", failure)
         answer = pb.ModelStreamInferResponse(error_message=refusal(failure)[1])
-        answer.infer_response.id = messages.id_of(raw)
+        answer.infer_response.id = messages.id_of(raw, self._limits.json_bytes)
         return answer.SerializeToString()
 
     async def _answer(self, raw: bytes, context: Context, wrap: Callable[[pb.ModelInferResponse], Message]) -> bytes:
         came = _Came(raw, time.monotonic(), context.time_remaining(), _traceparent(context))
-        with self._room(len(raw)):
+        structure = messages.structure_bytes(raw)
+        if structure > self._limits.json_bytes:
+            raise InputError(
+                f"a request may have {readable(self._limits.json_bytes)} beside raw_input_contents: send values there"
+            )
+        with self._room(len(raw) + JSON_WEIGHT * structure):
             asked = await self._aside(len(raw), lambda: self._read(came))
             with self._counters.counting(asked.model.name, VERSION, asked.samples):
                 result = await _heard(await self._submit(asked, len(raw)), asked.query.deadline)
@@ -246,6 +272,7 @@ class Calls:
         request = messages.parse_request(came.raw)
         model = self._models.get(request.model_name, request.model_version)
         request_id = messages.request_id(request)
+        model.check_queue(Channel.GRPC, request_id)
         try:
             timeout_s = min(messages.read_timeout(request), self._limits.query_s)
             outputs = messages.wanted_outputs(model, request)
@@ -314,12 +341,12 @@ def _drop(submitting: Future[Future[QueryResult]]) -> None:
         submitting.result().cancel()
 
 
-def _failing(name: str, call: _Method) -> _Method:
+def _failing(name: str, call: _Method) -> Callable[[object, Context], Awaitable[bytes]]:
     """Let a call's errors end it with a status."""
 
-    async def answer(raw: bytes, context: Context) -> bytes:
+    async def answer(_: object, context: Context) -> bytes:
         try:
-            return await call(raw, context)
+            return await call(context)
         except asyncio.CancelledError as error:
             if _gives_up():
                 raise
@@ -338,10 +365,11 @@ def _gives_up() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _reading(kind: type[_Request], answer: Callable[[_Request], Awaitable[Message]]) -> _Method:
-    """Let a method have its message read, and its answer written."""
+def _parsing(kind: type[_Request], answer: Callable[[_Request], Awaitable[Message]], within_s: float) -> _Method:
+    """Let a method have its message read, within so many seconds, and its answer written."""
 
-    async def call(raw: bytes, context: Context) -> bytes:
+    async def call(context: Context) -> bytes:
+        raw = await message_of(context, within_s)
         try:
             request = kind.FromString(raw)
         except DecodeError:

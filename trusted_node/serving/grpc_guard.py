@@ -127,6 +127,25 @@ class Doorkeeper(aio.ServerInterceptor):
         return await continuation(details)
 
 
+async def message_of(context: Context, within_s: float) -> bytes:
+    """Return the message of a call that has one.
+
+    Handlers ask for it when they want it, so that a call can be refused before its message has come.
+
+    Raises:
+        DeadlineError: it did not come in time.
+        InputError: there is none.
+    """
+    try:
+        async with asyncio.timeout(within_s):
+            raw = await context.read()
+    except TimeoutError:
+        raise DeadlineError(f"the call's message did not come within {within_s:g} s") from None
+    if raw is aio.EOF:
+        raise InputError("the call has no message")
+    return bytes(raw)
+
+
 class LeftOut(grpc.GenericRpcHandler):
     """Answers methods of the protocol that a node does not have."""
 

@@ -45,6 +45,11 @@ _CONTENTS = {
 _WIDEST = {"int_contents": np.dtype("<i4"), "uint_contents": np.dtype("<u4")}
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MICROSECONDS = 1e6
+#: Of a request, at its top: inputs, outputs, raw values and parameters.
+_MAX_FIELDS = 16_384
+_RAW_FIELD = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number
+#: Wire type of whatever has a length (protobuf's encoding).
+_DELIMITED = 2
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -71,6 +76,42 @@ class Asked:
         return max((len(x) for x in self.query.inputs.values()), default=0)
 
 
+def structure_bytes(raw: bytes) -> int:
+    """Return how many bytes of a request are something else than raw values, without reading it.
+
+    What is not raw takes many times its size once it is read: two bytes make an input that is empty.
+
+    Raises:
+        InputError: it has more fields than any request needs.
+    """
+    left, position = len(raw), 0
+    for _ in range(_MAX_FIELDS):
+        if position >= len(raw):
+            return left
+        tag, position = _varint(raw, position)
+        if tag & 7 != _DELIMITED:
+            return left  # none of ours: the rest counts as it is
+        size, position = _varint(raw, position)
+        position += size
+        if tag >> 3 == _RAW_FIELD and position <= len(raw):
+            left -= size
+    raise InputError(f"the request has more than {_MAX_FIELDS} fields")
+
+
+def _varint(raw: bytes, position: int) -> tuple[int, int]:
+    """Return a number of protobuf's and where it ends; one that is cut or too long ends the message."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if position >= len(raw):
+            break
+        octet = raw[position]
+        position += 1
+        value |= (octet & 0x7F) << shift
+        if octet < 0x80:
+            return value, position
+    return 0, len(raw)
+
+
 def parse_request(raw: bytes) -> pb.ModelInferRequest:
     """Read a request to infer.
 
@@ -83,11 +124,16 @@ def parse_request(raw: bytes) -> pb.ModelInferRequest:
         raise InputError("the request is no ModelInferRequest of package inference") from None
 
 
-def id_of(raw: bytes) -> str:
-    """Return the id of a request whatever else is wrong with it; empty where it can't be read."""
+def id_of(raw: bytes, largest: int) -> str:
+    """Return the id of a request whatever else is wrong with it; empty where it can't be read.
+
+    Args:
+        raw: the request.
+        largest: how many bytes beside raw values are read.
+    """
     try:
-        return pb.ModelInferRequest.FromString(raw).id
-    except DecodeError:
+        return parse_request(raw).id if structure_bytes(raw) <= largest else ""
+    except InputError:
         return ""
 
 
@@ -120,6 +166,12 @@ def read_inputs(model: ServedModel, request: pb.ModelInferRequest) -> Tensors:
     """
     _refuse_sequences(request)
     raw = request.raw_input_contents
+    for tensor in request.inputs:
+        if raw and tensor.HasField("contents"):  # an example of Triton's looks for these words
+            raise InputError(
+                f"contents field must not be specified when using raw_input_contents for {tensor.name!r} for model "
+                f"{model.name!r}: send one of the two"
+            )
     if raw and len(raw) != len(request.inputs):
         raise InputError(
             f"raw_input_contents: expected bytes of all {len(request.inputs)} inputs, found those of {len(raw)}; a "
@@ -207,8 +259,6 @@ def _check_tensor(tensor: pb.ModelInferRequest.InferInputTensor, spec: TensorSpe
 
 def _read_raw(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes, shape: tuple[int, ...]) -> NDArray[Any]:
     where = f"input {tensor.name!r}"
-    if tensor.HasField("contents"):
-        raise InputError(f"{where} has contents, and raw_input_contents are there too: send one of the two")
     dtype = dtype_of(tensor.datatype)
     expected = math.prod(shape) * dtype.itemsize
     if len(raw) != expected:

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after which a silent connection is probed, and in which its peer must answer.
 _PROBE_S, _PROBE_ANSWER_S = 60, 20
+#: Seconds between the pings of a client that says nothing else; one that pings more often is cut off in the end.
+_OFTENEST_PING_S = 10
 #: Bit 0 of grpc's set of compression algorithms: none.
 _UNCOMPRESSED = 1
 
@@ -48,7 +50,7 @@ class GrpcServer:
     Args:
         address: where to listen; port 0 takes a free one.
         models: what is served.
-        limits: sizes and times; None: the defaults. `connections` bounds calls at a moment.
+        limits: sizes and times; None: the defaults. `connections` bounds calls at a moment too.
         security: TLS with clients, or where plain text is allowed.
         tokens: the clients that are served; None: whoever connects.
         observer: is told of queries that are refused before they reach a model; models tell of the others.
@@ -135,9 +137,12 @@ class GrpcServer:
             "grpc.max_send_message_length": -1,  # a result is bounded by its query's samples
             "grpc.max_metadata_size": limits.header_bytes,
             "grpc.absolute_max_metadata_size": limits.header_bytes,
+            "grpc.max_allowed_incoming_connections": limits.connections,
+            "grpc.server_handshake_timeout_ms": round(1e3 * limits.header_s),
             "grpc.max_connection_idle_ms": round(1e3 * limits.idle_s),
             "grpc.keepalive_time_ms": 1000 * _PROBE_S,
             "grpc.keepalive_timeout_ms": 1000 * _PROBE_ANSWER_S,
+            "grpc.http2.min_recv_ping_interval_without_data_ms": 1000 * _OFTENEST_PING_S,
             "grpc.compression_enabled_algorithms_bitset": _UNCOMPRESSED,
             "grpc.so_reuseport": 0,  # otherwise a second server would share the port unnoticed
         }
@@ -147,7 +152,7 @@ class GrpcServer:
             maximum_concurrent_rpcs=limits.connections,
         )
         server.add_generic_rpc_handlers((self._calls.handler(), LeftOut()))
-        add_health(server, self._models, stopping)
+        add_health(server, self._models, stopping, limits.header_s)
         add_reflection(server)
         return server
 

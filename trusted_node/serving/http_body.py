@@ -26,6 +26,8 @@ from trusted_node.serving.limits import ServingLimits
 #: wbits of zlib for each coding: "deflate" is the zlib format (RFC 9110, section 8.4.1.2).
 _CODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _FIRST_BYTES = 2**16
+#: Of a coding that is undone, in and out.
+_PIECE_BYTES = 2**20
 #: Answers smaller than this are sent as they are.
 _WORTH_COMPRESSING = 1024
 _LEVEL = 1
@@ -39,6 +41,10 @@ class TooLargeError(InputError):
 
 class CodingError(InputError):
     """A body has a content coding that the node does not know."""
+
+
+class FramingError(InputError):
+    """Where a body ends is said twice."""
 
 
 class LateError(HeinferError):
@@ -79,10 +85,15 @@ class Share:
             self._room.take(amount - self._held)
             self._held = amount
 
+    def shrink_to(self, amount: int) -> None:
+        """Hold so many bytes, where it holds more."""
+        if amount < self._held:
+            self._room.give(self._held - amount)
+            self._held = amount
+
     def close(self) -> None:
         """Give all of it back."""
-        self._room.give(self._held)
-        self._held = 0
+        self.shrink_to(0)
 
 
 @contextmanager
@@ -101,6 +112,7 @@ async def read_body(request: Request, limits: ServingLimits, share: Share) -> by
     Raises:
         TooLargeError: it has more bytes than a body may have, compressed or not.
         CodingError: its coding is unknown.
+        FramingError: where it ends is said twice.
         InputError: it is damaged.
         QueueFullError: there is no room for it now.
         LateError: it came too slowly.
@@ -118,10 +130,9 @@ async def read_body(request: Request, limits: ServingLimits, share: Share) -> by
     body = bytearray()
 
     def take(part: bytes) -> None:
+        check_size(len(body) + len(part), limits.body_bytes)
+        share.grow_to(len(body) + len(part))
         body.extend(part)
-        if announced is None:
-            check_size(len(body), limits.body_bytes)
-            share.grow_to(len(body))
 
     await _receive(request, limits, take)
     if coding == "identity":
@@ -158,17 +169,20 @@ async def _decompress_aside(body: bytearray, coding: str, limits: ServingLimits,
 
 def _decompressed(body: bytes | bytearray, coding: str, largest: int) -> Iterator[bytes]:
     engine = zlib.decompressobj(_CODINGS[coding])
-    size, rest = 0, bytes(body)
+    size = position = 0
     try:
-        while rest and not engine.eof:
-            part = engine.decompress(rest, 2**20)
-            size += len(part)
-            check_size(size, largest)
-            rest = engine.unconsumed_tail
-            yield part
+        while position < len(body) and not engine.eof:  # a piece at a time: zlib copies what it has not unpacked yet
+            rest = bytes(body[position : position + _PIECE_BYTES])
+            position += len(rest)
+            while rest and not engine.eof:
+                part = engine.decompress(rest, _PIECE_BYTES)
+                size += len(part)
+                check_size(size, largest)
+                rest = engine.unconsumed_tail
+                yield part
     except zlib.error:
         raise InputError(f"the body is not {coding}, as Content-Encoding says") from None
-    if not engine.eof or engine.unused_data:
+    if not engine.eof or engine.unused_data or position < len(body):
         raise InputError(f"the body is not one whole {coding} stream")
 
 
@@ -191,6 +205,8 @@ def _announced(request: Request) -> int | None:
     text = request.headers.get("content-length")
     if text is None:
         return None
+    if "transfer-encoding" in request.headers:  # a proxy before us may believe the other (RFC 9112, section 6.3)
+        raise FramingError("the request has Content-Length and Transfer-Encoding: send one of them")
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
         raise InputError("Content-Length is no number")
     return int(text)

@@ -38,7 +38,7 @@ from trusted_node.serving.access import (
     is_other_origin,
     is_rebindable,
 )
-from trusted_node.serving.http_body import CodingError, LateError, TooLargeError
+from trusted_node.serving.http_body import CodingError, FramingError, LateError, TooLargeError
 from trusted_node.serving.interface import DeadlineError, ModelNotReadyError, QueueFullError, UnknownModelError
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Gate:
             headers = dict(error.headers)
         elif status == 503:
             headers = {"Retry-After": str(self._retry_after_s)}
-        elif status in (408, 413):  # what is left of the body is not read
+        elif status in (408, 413) or isinstance(error, FramingError):  # what is left of the body is not read
             headers = {"Connection": "close"}
         return answer_json({"error": text}, status, headers)
 

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from heinfer.errors import InputError
+from heinfer.errors import HeinferError, InputError
 from trusted_node.engine import QueryResult
 from trusted_node.serving.counters import Counters
 from trusted_node.serving.http_body import Room, Share, check_size, compress, read_body, share_of, wanted_coding
@@ -76,6 +76,7 @@ class Inferring:
         """Run a query."""
         started = time.monotonic()
         model = asked(self._models, request)
+        self._check_queue(model, request)
         with share_of(self._room) as share:
             try:
                 inference = await self._read(request, model, share)
@@ -89,13 +90,23 @@ class Inferring:
                 result = await self._run(request, model, query)
             return await self._written(request, model, inference, result)
 
+    def _check_queue(self, model: ServedModel, request: Request) -> None:
+        """Refuse a query before its body is read: under overload that is what a node does most."""
+        try:
+            model.check_queue(Channel.HTTP, request.state.request_id)
+        except HeinferError:
+            with self.counters.counting(model.name, VERSION, 0):
+                raise
+
     async def _read(self, request: Request, model: ServedModel, share: Share) -> Inference:
         json_bytes = _json_length(request)
         body = await read_body(request, self._limits, share)
         size = len(body) if json_bytes is None else min(json_bytes, len(body))
         check_size(size, self._limits.json_bytes, "of JSON; send values in binary, or fewer samples at a time")
         share.grow_to(len(body) + JSON_WEIGHT * size)
-        return await self._aside(len(body), lambda: read_inference(model.plan, body, json_bytes))
+        inference = await self._aside(len(body), lambda: read_inference(model.plan, body, json_bytes))
+        share.shrink_to(len(body) + sum(x.nbytes for x in inference.inputs.values()))
+        return inference
 
     async def _run(self, request: Request, model: ServedModel, query: Query) -> QueryResult:
         size = sum(x.nbytes for x in query.inputs.values())

@@ -125,6 +125,7 @@ class _Connection(H11Protocol):
         self._limits = limits
         self._late: asyncio.TimerHandle | None = None
         self._unread = 0
+        self._stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -136,11 +137,22 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
+        self._heed()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+
+    def pause_writing(self) -> None:
+        """Watch that an answer is read while the next one waits behind it."""
+        super().pause_writing()
+        self._await_reading(0)
+
+    def resume_writing(self) -> None:
+        """Watch no more."""
+        self._heed()
+        super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close a connection on which nothing is asked; one whose last answer is being read may go on."""
@@ -183,6 +195,18 @@ class _Connection(H11Protocol):
             self._late = self._late or self.loop.call_later(self._limits.header_s, self.transport.abort)
         else:
             self._forget()
+
+    def _await_reading(self, unread: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left == unread:
+            self.transport.abort()
+        else:
+            self._stalled = self.loop.call_later(self._limits.idle_s, self._await_reading, left)
+
+    def _heed(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def _forget(self) -> None:
         if self._late is not None:

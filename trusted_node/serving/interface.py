@@ -226,6 +226,14 @@ class ServedModel(Protocol):
             ModelNotReadyError: the model is being unloaded.
         """
 
+    def check_queue(self, channel: Channel, request_id: str) -> None:
+        """Refuse a query before it is read, where `submit` would whatever it holds; observers are told.
+
+        Raises:
+            QueueFullError: too much waits already.
+            ModelNotReadyError: the model is being unloaded.
+        """
+
     def status(self) -> ModelStatus:
         """Return what it is doing."""
 

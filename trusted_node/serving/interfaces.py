@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from heinfer.errors import InputError
 from heinfer.wire import Address, Limits, PlainText, Security, Tls, TokenFile
 from heinfer.wire.query_service import check_serving
+from trusted_node.engine import default_share
 from trusted_node.service import NodeService
 from trusted_node.serving.interface import Channel, Models
+from trusted_node.serving.limits import ServingLimits
 
 if TYPE_CHECKING:
     from trusted_node.serving.metrics import NodeMetrics
@@ -44,7 +46,8 @@ class InterfaceSettings:
         tokens: the clients that are served; None: whoever connects.
         limits: sizes and times of frames.
         allow_trace: whether clients may ask for values inside the model, by frames.
-        memory: bytes for all queries of frames together; None: a sixth of the machine's.
+        memory: bytes for all queries that are there at a moment, of which each way in has its part; None: a sixth of
+            the machine's.
     """
 
     frames: Address
@@ -58,8 +61,16 @@ class InterfaceSettings:
     allow_trace: bool = False
     memory: int | None = None
 
+    @property
+    def part(self) -> int:
+        """Bytes for the queries of one way in; the page is one beside the rest of HTTP."""
+        ways = 1 + (self.http is not None) * (1 + self.page) + (self.grpc is not None)
+        return (self.memory or default_share()) // ways
+
     def check(self) -> None:
-        """Raise TransportError where this is no way to serve clients."""
+        """Raise TransportError where this is no way to serve clients, ParameterError where memory is too small."""
+        if self.http is not None or self.grpc is not None:
+            ServingLimits.within(self.part)
         for address in (self.frames, self.http, self.grpc):
             if address is not None:
                 check_serving(address, self.security, self.tokens)
@@ -145,7 +156,7 @@ def _serve_frames(models: Models, first: str, settings: InterfaceSettings, metri
         settings.allow_trace,
         settings.security,
         settings.tokens,
-        settings.memory,
+        settings.part,
     )
     if metrics is not None:
         metrics.watch_connections(Channel.FRAMES, service.connections)
@@ -160,14 +171,15 @@ def _serve_http(models: Models, settings: InterfaceSettings, metrics: NodeMetric
         from trusted_node.serving.http_app import make_app
         from trusted_node.serving.http_server import HttpServer
 
+        limits = ServingLimits.within(settings.part)
         routes: list[Any] = [] if metrics is None else list(metrics.routes(models))
         if settings.page:
             from trusted_node.serving.page import page_routes
 
             hosts = (settings.http.host, *settings.page_hosts)
-            routes += page_routes(models, hosts=hosts, tokens=settings.tokens)
-        app = make_app(models, tokens=settings.tokens, routes=routes, observer=metrics)
-        return HttpServer(settings.http, app, settings.security)
+            routes += page_routes(models, hosts=hosts, tokens=settings.tokens, limits=limits)
+        app = make_app(models, limits, settings.tokens, routes, metrics)
+        return HttpServer(settings.http, app, settings.security, limits)
 
 
 def _serve_grpc(models: Models, settings: InterfaceSettings, metrics: NodeMetrics | None) -> Interface:
@@ -175,7 +187,8 @@ def _serve_grpc(models: Models, settings: InterfaceSettings, metrics: NodeMetric
     with _extra("--grpc"):
         from trusted_node.serving.grpc_service import GrpcServer
 
-        return GrpcServer(settings.grpc, models, security=settings.security, tokens=settings.tokens, observer=metrics)
+        limits = ServingLimits.within(settings.part)
+        return GrpcServer(settings.grpc, models, limits, settings.security, settings.tokens, metrics)
 
 
 @contextmanager

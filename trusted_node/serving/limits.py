@@ -4,8 +4,8 @@
     JSON of 16 MiB        two million numbers as text; whoever has more sends them in binary
     all bodies, 1 GiB     what is read, waits or runs at a moment; more are told to come again
 
-JSON takes many times its size once it is read (a float of four characters becomes an object of 24 bytes and a pointer),
-so it counts `JSON_WEIGHT` times.
+JSON takes many times its size once it is read, so it counts `JSON_WEIGHT` times, and so does what a gRPC message holds
+beside its raw values. `ServingLimits.within` makes all of them fit a share of the node's memory.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from heinfer.errors import ParameterError
+from heinfer.units import size as readable
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-#: Bytes of memory for a byte of JSON, at most: "0,0,0,..." makes a pointer of 8 bytes of every two characters, and
-#: "1.,..." is refused as JSON; "0.5," makes 8 + 24 of four.
-JSON_WEIGHT = 8
+#: Bytes of memory for a byte of JSON, at most, measured: "0.5," makes an object of 24 bytes of its four characters, and
+#: a pointer in each of two lists; "{}," an empty object of 64 bytes of three.
+JSON_WEIGHT = 28
+#: With less, a query of one image of 3x224x224 would not fit, in binary.
+_LEAST_MEMORY = 16 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,21 @@ class ServingLimits:
     idle_s: float = 75.0
     query_s: float = 600.0
     retry_after_s: int = 1
+
+    @classmethod
+    def within(cls, memory: int) -> ServingLimits:
+        """Return the usual limits for so many bytes of memory; a quarter of them is the largest body.
+
+        Raises:
+            ParameterError: that is too little to serve anything.
+        """
+        if memory < _LEAST_MEMORY:
+            raise ParameterError(
+                f"HTTP and gRPC need {readable(_LEAST_MEMORY)} of memory each for requests, found {readable(memory)}: "
+                "give --memory more"
+            )
+        body = min(256 * MIB, memory // 4)
+        return cls(body_bytes=body, json_bytes=min(16 * MIB, body, memory // (2 * JSON_WEIGHT)), total_bytes=memory)
 
     def __post_init__(self) -> None:
         """Refuse limits that are not positive or contradict each other.

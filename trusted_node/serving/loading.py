@@ -34,7 +34,7 @@ from trusted_node.modes import ModeChoice, choose_mode
 from trusted_node.pool import PreparedPool
 from trusted_node.preparation import Preparer
 from trusted_node.replicas import Replicas
-from trusted_node.serving.interface import ModelNotReadyError, ModelStatus, Observer, Query, ServerStatus
+from trusted_node.serving.interface import Channel, ModelNotReadyError, ModelStatus, Observer, Query, ServerStatus
 from trusted_node.serving.scheduling import MAX_SAMPLES, QueueLimits, Scheduler
 from trusted_node.workers import CryptoPool
 
@@ -179,12 +179,26 @@ class LoadedModel:
 
     def submit(self, query: Query) -> Future[QueryResult]:
         """Queue a query; where the model was replaced in the meantime, its successor's is the queue."""
+        if self._successor is not None:
+            return self._successor.submit(query)
         try:
             return self._scheduler.submit(query)
-        except ModelNotReadyError:
+        except ModelNotReadyError:  # unless it was replaced at this very moment
             if self._successor is None:
                 raise
             return self._successor.submit(query)
+
+    def check_queue(self, channel: Channel, request_id: str) -> None:
+        """Refuse a query before it is read, where its queue is full; see `submit`."""
+        if self._successor is not None:
+            self._successor.check_queue(channel, request_id)
+            return
+        try:
+            self._scheduler.check_queue(channel, request_id)
+        except ModelNotReadyError:
+            if self._successor is None:
+                raise
+            self._successor.check_queue(channel, request_id)
 
     def status(self) -> ModelStatus:
         """Return what it is doing."""
@@ -203,6 +217,11 @@ class LoadedModel:
     def replace_by(self, successor: LoadedModel) -> None:
         """Send who still comes here to another one."""
         self._successor = successor
+
+    def hurry(self, grace_s: float) -> None:
+        """Let a `stop` that goes on without an end come to one within a grace."""
+        self._scheduler.close(grace_s)
+        self._replicas.close()
 
     def stop(self, grace_s: float | None = None) -> None:
         """Take no more queries, let what waits and runs end, and wipe what was prepared.

@@ -24,6 +24,7 @@ from heinfer.exposition import (
     CollectorRegistry,
     Counter,
     CounterMetricFamily,
+    Family,
     GaugeMetricFamily,
     Histogram,
     Metric,
@@ -69,11 +70,11 @@ class NodeMetrics:
         self._names: frozenset[str] = frozenset()
         self._readings = Readings(self.registry)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"heinfer_node_{name}", text, labels, registry=self.registry)
+        def counter(name: str, text: str, *labels: str) -> Family[Counter]:
+            return Family(Counter(f"heinfer_node_{name}", text, labels, registry=self.registry))
 
-        def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-            return Histogram(f"heinfer_node_{name}", text, labels, registry=self.registry, buckets=buckets)
+        def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Family[Histogram]:
+            return Family(Histogram(f"heinfer_node_{name}", text, labels, registry=self.registry, buckets=buckets))
 
         self._queries = counter("queries", "Queries that have ended.", "model", "channel", "mode", "outcome")
         self._samples = counter("samples", "Samples that were answered.", "model", "mode")
@@ -93,13 +94,13 @@ class NodeMetrics:
         """Count a query that has ended, and once for all of its queries a run."""
         model, statistics = self._known(query.model), query.statistics
         mode = NO_MODE if statistics is None else statistics.mode
-        self._parts.labels(model, "queue").observe(query.queued_s)
+        self._parts.of(model, "queue").observe(query.queued_s)
         if query.outcome is Outcome.OK:
-            self._samples.labels(model, mode).inc(query.samples)
-            self._seconds.labels(model, query.channel.value).observe(query.seconds)
+            self._samples.of(model, mode).inc(query.samples)
+            self._seconds.of(model, query.channel.value).observe(query.seconds)
         if statistics is not None and statistics.count_once():
             self._count_run(model, query.joined, statistics)
-        self._queries.labels(model, query.channel.value, mode, query.outcome.value).inc()
+        self._queries.of(model, query.channel.value, mode, query.outcome.value).inc()
 
     def watch(self, models: Models) -> None:
         """Ask these models at every scrape; before, every model's name is `NO_MODEL`."""
@@ -152,16 +153,16 @@ class NodeMetrics:
 
     def _count_run(self, model: str, samples: int, statistics: QueryStatistics) -> None:
         blocks = statistics.blocks
-        self._runs.labels(model, statistics.mode).inc()
-        self._joined.labels(model).observe(samples)
-        self._rounds.labels(model).inc(statistics.rounds)
-        self._bytes.labels(model, "up").inc(sum(block.bytes_up for block in blocks))
-        self._bytes.labels(model, "down").inc(sum(block.bytes_down for block in blocks))
+        self._runs.of(model, statistics.mode).inc()
+        self._joined.of(model).observe(samples)
+        self._rounds.of(model).inc(statistics.rounds)
+        self._bytes.of(model, "up").inc(sum(block.bytes_up for block in blocks))
+        self._bytes.of(model, "down").inc(sum(block.bytes_down for block in blocks))
         for part, seconds in seconds_by_part(statistics).items():
-            self._parts.labels(model, part).observe(seconds)
+            self._parts.of(model, part).observe(seconds)
         if statistics.mode == "prepared":
-            self._prepared.labels(model, "pool").inc(statistics.pooled)
-            self._prepared.labels(model, "late").inc(max(0, samples - statistics.pooled))
+            self._prepared.of(model, "pool").inc(statistics.pooled)
+            self._prepared.of(model, "late").inc(max(0, samples - statistics.pooled))
 
 
 class _ModelsCollector(Collector):

@@ -22,6 +22,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cache, wraps
 from importlib import resources
 from typing import Any, Final, TypeAlias
@@ -53,8 +54,8 @@ from trusted_node.serving.page_query import PageQuery
 logger = logging.getLogger(__name__)
 #: Seconds that the page waits for a result.
 QUERY_S: Final = 60.0
-#: A request, base64 and all: an image of 3 x 1000 x 1000 in float32 fits. Eight of that size are there at a moment.
-LIMITS: Final = ServingLimits(body_bytes=16 * MIB, json_bytes=16 * MIB, total_bytes=8 * JSON_WEIGHT * 16 * MIB)
+#: A request, base64 and all: an image of 3 x 1000 x 1000 in float32 fits.
+BODY_BYTES: Final = 16 * MIB
 _RETRY_S: Final = 1
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -81,15 +82,22 @@ _ANSWERS: Final[tuple[tuple[type[HeinferError], int, str, str | None], ...]] = (
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
-def page_routes(models: Models, *, hosts: Iterable[str] = (), tokens: TokenFile | None = None) -> list[Route]:
+def page_routes(
+    models: Models,
+    *,
+    hosts: Iterable[str] = (),
+    tokens: TokenFile | None = None,
+    limits: ServingLimits | None = None,
+) -> list[Route]:
     """Return the routes of the page.
 
     Args:
         models: what it shows and asks.
         hosts: names and addresses by which the node is reached, beside loopback (`PageGuard.hosts`).
         tokens: clients that may ask; None: whoever may connect.
+        limits: sizes and times; None: the usual ones. A request has `BODY_BYTES` at most.
     """
-    page = _Page(models, PageGuard.of(hosts, tokens))
+    page = _Page(models, PageGuard.of(hosts, tokens), limits or ServingLimits())
     return [
         Route("/", page.document, methods=["GET"]),
         Route("/page/status", page.status, methods=["GET"]),
@@ -152,10 +160,11 @@ def _answered(endpoint: Callable[[_Page, Request], Awaitable[Response]]) -> Any:
 class _Page:
     """The endpoints."""
 
-    def __init__(self, models: Models, guard: PageGuard) -> None:
+    def __init__(self, models: Models, guard: PageGuard, limits: ServingLimits) -> None:
         self._models = models
         self._guard = guard
-        self._room = Room(LIMITS)
+        self._limits = replace(limits, body_bytes=min(limits.json_bytes, BODY_BYTES))
+        self._room = Room(limits)
         self._started = time.monotonic()
 
     @open_to_all
@@ -178,8 +187,8 @@ class _Page:
         """Run a query."""
         self._guard.check_write(request)
         with share_of(self._room) as share:
-            body = await read_body(request, LIMITS, share)
-            share.grow_to(JSON_WEIGHT * len(body))
+            body = await read_body(request, self._limits, share)
+            share.grow_to((1 + JSON_WEIGHT) * len(body))
             model, query, watched = await asyncio.to_thread(self._prepare, body)
             started = time.perf_counter()
             result = await _result(request, model.submit(query))

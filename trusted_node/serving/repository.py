@@ -30,6 +30,8 @@ from trusted_node.serving.interface import (
 )
 from trusted_node.serving.loading import Commons, LoadedModel, ModelSettings, Teller
 
+#: Seconds after which a node that stops looks again what a model waits for that is being changed.
+_LOOK_S: Final = 0.1
 #: Of a name on the command line.
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,255}")
 
@@ -76,6 +78,7 @@ class _Place:
         folder: where it is read from.
         changing: held while it is loaded or unloaded.
         wanted: whether readiness waits for it.
+        draining: what is being stopped while `changing` is held.
     """
 
     folder: Path
@@ -84,6 +87,7 @@ class _Place:
     reason: str = "not loaded yet"
     model: LoadedModel | None = None
     wanted: bool = True
+    draining: LoadedModel | None = None
 
 
 class ModelRepository:
@@ -161,7 +165,7 @@ class ModelRepository:
             place.state, place.reason = ModelState.READY, ""
             if before is not None:
                 before.replace_by(loaded)
-                before.stop()
+                self._stop(place, before, None)
 
     def unload(self, name: str) -> None:
         """Unload a model; one that is not loaded stays so."""
@@ -187,15 +191,28 @@ class ModelRepository:
         self._commons.close()
 
     def _take_down_when_free(self, place: _Place, grace_s: float) -> None:
-        with place.changing:
+        while not place.changing.acquire(timeout=_LOOK_S):
+            if (draining := place.draining) is not None:
+                draining.hurry(grace_s)
+        try:
             self._take_down(place, grace_s)
+        finally:
+            place.changing.release()
 
     def _take_down(self, place: _Place, grace_s: float | None) -> None:
-        model, place.model = place.model, None
-        if model is not None:
+        if (model := place.model) is not None:
             place.state, place.reason = ModelState.UNLOADING, "it is being unloaded"
-            model.stop(grace_s)
+            place.model = None
+            self._stop(place, model, grace_s)
         place.state, place.reason = ModelState.UNAVAILABLE, "it was unloaded"
+
+    @staticmethod
+    def _stop(place: _Place, model: LoadedModel, grace_s: float | None) -> None:
+        place.draining = model
+        try:
+            model.stop(grace_s)
+        finally:
+            place.draining = None
 
     def _place(self, name: str) -> _Place:
         place = self._places.get(name)

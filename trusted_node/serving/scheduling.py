@@ -39,6 +39,7 @@ from heinfer.units import size as readable
 from heinfer.wire import FailureCode, RefusedError
 from trusted_node.engine import DataError, Engine, QueryResult, check_inputs, default_share
 from trusted_node.serving.interface import (
+    Channel,
     DeadlineError,
     FinishedQuery,
     ModelNotReadyError,
@@ -121,7 +122,7 @@ class _Ticket:
     trace: QueryTrace
     future: Future[QueryResult] = field(default_factory=Future)
     started_at: float = 0.0
-    over: bool = False  # the client has its result, or its error
+    over: bool = False  # the client has its result, or its error; then there is no `future` any more
 
 
 class Scheduler:
@@ -168,14 +169,24 @@ class Scheduler:
     def submit(self, query: Query) -> Future[QueryResult]:
         """Queue a query; see `trusted_node.serving.interface.ServedModel`."""
         try:
-            ticket = self._admit(query)
+            ticket, future = self._admit(query)
         except HeinferError as error:
             self._tell(query, 0, 0, 0.0, 0.0, outcome_of(error))
             raise
-        ticket.future.add_done_callback(lambda future: self._forget(ticket) if future.cancelled() else None)
+        future.add_done_callback(lambda done: self._forget(ticket) if done.cancelled() else None)
         if query.deadline < float("inf"):
             self._clock.watch(query.deadline, ticket)
-        return ticket.future
+        return future
+
+    def check_queue(self, channel: Channel, request_id: str) -> None:
+        """Refuse a query before it is read; see `trusted_node.serving.interface.ServedModel`."""
+        try:
+            with self._changed:
+                self._check_open()
+                self._check_room(1, 1)
+        except HeinferError as error:
+            self._tell(Query({}, channel, request_id), 0, 0, 0.0, 0.0, outcome_of(error))
+            raise
 
     def load(self) -> Load:
         """Return what it is doing."""
@@ -204,24 +215,28 @@ class Scheduler:
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
-    def _admit(self, query: Query) -> _Ticket:
-        """Check a query and let it into the queue."""
+    def _admit(self, query: Query) -> tuple[_Ticket, Future[QueryResult]]:
+        """Check a query and let it into the queue, from where it may end at any moment."""
         samples = check_inputs(self.engine.bundle.plan, query.inputs)
         if samples > MAX_SAMPLES:
             raise InputError(f"a query may have {MAX_SAMPLES} samples, found {samples}; send several queries")
         size = sum(x.nbytes for x in query.inputs.values())
         alone = query.alone or query.watch is not None or query.trace_samples > 0
         with self._changed:
-            if self._closing:
-                raise ModelNotReadyError(f"model {self._name!r} is being unloaded: ask again when it is loaded")
+            self._check_open()
             self._check_room(samples, size)
             trace = self._tracer.submitted(query, samples)
             ticket = _Ticket(query, samples, size, alone, samples > self._most, time.monotonic(), trace)
+            future = ticket.future
             self._waiting.append(ticket)
             self._queued_samples += samples
             self._queued_bytes += size
             self._changed.notify()
-        return ticket
+        return ticket, future
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ModelNotReadyError(f"model {self._name!r} is being unloaded: ask again when it is loaded")
 
     def _check_room(self, samples: int, size: int) -> None:
         limits, most = self._limits, self._limits.values_bytes
@@ -250,6 +265,7 @@ class Scheduler:
             if ticket in self._waiting:
                 self._drop([ticket])
             ticket.over = True
+            del ticket.future
             self._changed.notify_all()
         waited = time.monotonic() - ticket.queued_at
         ticket.trace.end(Outcome.CANCELLED)
@@ -359,17 +375,19 @@ class Scheduler:
         now = time.monotonic()
         seconds = now - ticket.queued_at
         with self._changed:
-            if ticket.over:
+            if ticket.over or ticket.future.cancelled():  # then `_forget` is about to run
                 return
             ticket.over = True
+            future = ticket.future
+            del ticket.future  # which holds the ticket: values and results would stay until a cycle is looked for
             if isinstance(result, QueryResult):
                 self._latencies.append(seconds)
         queued = (ticket.started_at or now) - ticket.queued_at
         if isinstance(result, QueryResult):
-            ticket.future.set_result(result)
+            future.set_result(result)
             outcome = Outcome.OK
         else:
-            ticket.future.set_exception(result)
+            future.set_exception(result)
             outcome = outcome_of(result)
         ticket.trace.end(outcome)
         self._tell(ticket.query, ticket.samples, joined, queued, seconds, outcome, statistics)
@@ -451,7 +469,10 @@ class _Clock:
                     return
                 ticket = heapq.heappop(self._moments)[2]()
             if ticket is not None and not ticket.over:
-                self._ring(ticket)
+                try:
+                    self._ring(ticket)
+                except Exception:  # a bug of ours; other moments come all the same
+                    logger.exception("a query's deadline failed")
             del ticket
 
     def _sweep(self) -> None:
