@@ -33,7 +33,7 @@ export OMP_WAIT_POLICY OPENBLAS_NUM_THREADS
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-dev demo test test-long fuzz check lint types format bench docs page-picture stubs clean
+.PHONY: help setup setup-dev demo test test-fast test-long fuzz check lint types format bench docs page-picture stubs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -46,6 +46,9 @@ demo: setup ## classify MNIST digits under encryption: untrusted server and trus
 
 test: check ## lint, types, import contracts, then the test suite
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-fast: setup-dev ## those of its tests that take less than ten seconds each
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal -m "not slow and not long" $(ARGS)
 
 test-long: setup-dev ## the tests that take minutes each: large architectures at full size
 	@$(BIN)/python -m pytest -m long $(ARGS)

@@ -8,8 +8,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -26,6 +27,8 @@ from tests.coverage.architectures import ARCHITECTURES, TOKEN_IDS, Architecture 
 from tests.parties import WatchedPool, parties  # noqa: E402
 from tests.partitioner.examples import one_by_one  # noqa: E402
 from trusted_node.modes import ModeChoice  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("operators_registered_once")
 
 Inputs = dict[str, np.ndarray]
 
@@ -62,18 +65,20 @@ class Case:
         return "-".join([self.name, self.exporter, *(["symbolic"] if self.symbolic else [])])
 
 
+#: Both exporters give the same operators but for constants, or another architecture here has what differs: the older
+#: exporter's only with the long tests.
+ALIKE = (
+    "transformer", "mobilenet_v2", "mobilenet_v3_block", "grouped_convolutions", "unet", "separable_upsample",
+    "pixel_shuffle", "temporal_dilated", "quantised_operators",
+)  # fmt: skip
 CASES = [Case(name, exporter) for name in ARCHITECTURES for exporter in EXPORTERS]
 CASES += [Case(name, exporter, symbolic=True) for exporter, names in SYMBOLIC.items() for name in names]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def operators_registered_once() -> Iterator[None]:
-    """Let the newer exporter make its table of operators once: making it for every export takes half of the time."""
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
-        yield
+def timed(case: Case) -> Any:
+    """Mark what is left to the long tests."""
+    is_long = case.name in ALIKE and case.exporter == "torchscript"
+    return pytest.param(case, marks=pytest.mark.long) if is_long else case
 
 
 @contextmanager
@@ -196,7 +201,7 @@ class Example:
         return one_by_one(open_original(self.model.SerializeToString()), self.inputs)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+@pytest.fixture(scope="module", params=[*map(timed, CASES)], ids=str)
 def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Example:
     folder = tmp_path_factory.mktemp(str(request.param))
     model = export(request.param, folder)

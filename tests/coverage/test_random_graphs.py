@@ -51,7 +51,7 @@ REMOVED = frozenset({"Identity"})
 FLOAT32_ORDER = 1e-4
 #: The estimate of the error is a sample itself.
 ESTIMATE_SLACK = 2.0
-PER_OPERATOR, MIXED, REAL = 8, 120, 6
+PER_OPERATOR, MIXED, REAL = 8, 40, 3
 _QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)
 
 

@@ -15,7 +15,7 @@ import heinfer.cli.main as main_module
 from heinfer.client import LocalModel
 from heinfer.plan import read_plan
 from partitioner import partition
-from tests.parties import command, refusal
+from tests.parties import command, refusal, refused
 from tests.small_models import convolution_model, dense_model, save_model
 
 REPORT_KEYS = {
@@ -58,7 +58,7 @@ def test_partition_writes_a_bundle_and_says_what_goes_where(tmp_path: Path) -> N
 
 def test_partition_what_is_no_model_is_refused_and_nothing_written(tmp_path: Path) -> None:
     (tmp_path / "noise.onnx").write_bytes(b"\xff" * 100)
-    assert "not an ONNX model" in refusal("partition", tmp_path / "noise.onnx", "-o", tmp_path / "bundle")
+    assert "not an ONNX model" in refused(command("partition", tmp_path / "noise.onnx", "-o", tmp_path / "bundle"))
     assert "does not exist" in refusal("partition", tmp_path / "absent.onnx", "-o", tmp_path / "bundle")
     assert {p.name for p in tmp_path.iterdir()} == {"noise.onnx"}
 

@@ -45,7 +45,7 @@ from heinfer.wire.frames import QUERY_MAGIC, SESSION_MAGIC
 from heinfer.wire.query_codec import decode_result_event
 from partitioner import partition
 from tests.captured_traffic import flatten, framed
-from tests.parties import WatchedPool, command, parties, refusal, start
+from tests.parties import WatchedPool, command, parties, refusal, refused, start
 from tests.small_models import dense_model
 
 X = np.ones((2, 3), np.float32)
@@ -231,14 +231,13 @@ def server_address(dense: LocalModel, dense_bundle: Path, tmp_path_factory: pyte
 
 def test_node_with_another_plan_than_the_server_s_is_refused(server_address: str, tmp_path: Path) -> None:
     partition(dense_model(tmp_path / "other.onnx", seed=9), tmp_path / "bundle")
-    said = refusal("node", tmp_path / "bundle" / "node", "--server", server_address, "--listen", "127.0.0.1:0")
-    assert "PLAN" in said
+    words = ("node", tmp_path / "bundle" / "node", "--server", server_address, "--listen", "127.0.0.1:0")
+    assert "PLAN" in refused(command(*words))
 
 
 def test_port_in_use_is_refused_by_both(server_address: str, dense_bundle: Path) -> None:
-    assert "port is in use" in refusal("serve", dense_bundle / "server", "--listen", server_address)
-    said = refusal("node", dense_bundle / "node", "--server", server_address, "--listen", server_address)
-    assert "port is in use" in said
+    for words in (("serve", dense_bundle / "server"), ("node", dense_bundle / "node", "--server", server_address)):
+        assert "port is in use" in refused(command(*words, "--listen", server_address))
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1", "127.0.0.1:99999", "0.0.0.0:0", ":7700", "a b:1"])

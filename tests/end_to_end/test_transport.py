@@ -21,7 +21,8 @@ import heinfer
 from heinfer.cli.certificates import certs_command, token_command
 from heinfer.cli.inferring import infer_command
 from heinfer.cli.main import app
-from heinfer.cli.roles import node_command, serve_command
+from heinfer.cli.node_role import node_command
+from heinfer.cli.roles import serve_command
 from heinfer.errors import InputError, RemoteProtocolError
 from heinfer.plan import load_node
 from heinfer.wire import (
@@ -147,7 +148,9 @@ def test_client_with_foreign_certificates_refuses_the_node(trial: Trial, tmp_pat
 def test_node_with_a_clients_certificate_gets_nowhere(trial: Trial) -> None:
     """It believes the wrong authority, and with the right one the server does not believe it."""
     with pytest.raises(TransportError, match="is not connected to: the peer's certificate is not signed by our CA"):
-        node_command(trial.bundle / "node", server=[trial.server.address], listen="127.0.0.1:0", tls=trial.client)
+        node_command(
+            [str(trial.bundle / "node")], server=[trial.server.address], listen="127.0.0.1:0", tls=trial.client
+        )
     node = load_node(trial.bundle / "node")
     intruder = believing(trial.to_server, trial.client)
     address, shapes = parse_address(trial.server.address), block_shapes(node.plan)
@@ -188,11 +191,11 @@ def test_certs_again_renews_and_adds_under_the_same_authority(tmp_path: Path) ->
 
 def test_listening_openly_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match=r"plain text is refused for 0\.0\.0\.0:0"):
-        serve_command(tmp_path, listen="0.0.0.0:0")
+        serve_command([tmp_path], listen="0.0.0.0:0")
     with pytest.raises(TransportError, match=r"plain text is refused for 0\.0\.0\.0:0"):
-        node_command(tmp_path, server=["127.0.0.1:1"], listen="0.0.0.0:0")
+        node_command([str(tmp_path)], server=["127.0.0.1:1"], listen="0.0.0.0:0")
     with pytest.raises(TransportError, match="anybody would be a client of this node"):
-        node_command(tmp_path, server=["127.0.0.1:1"], listen="0.0.0.0:0", client_insecure_plain_text=True)
+        node_command([str(tmp_path)], server=["127.0.0.1:1"], listen="0.0.0.0:0", client_insecure_plain_text=True)
     with pytest.raises(TransportError, match=r"plain text is refused for 192\.0\.2\.1:7800"):
         heinfer.connect("192.0.2.1:7800")
 
@@ -202,15 +205,15 @@ def test_files_and_options_that_make_no_sense_are_refused(tmp_path: Path) -> Non
     alice, key = tmp_path / "certs" / "clients" / "alice", tmp_path / "key.pem"
     key.touch(0o640)
     with pytest.raises(TransportError, match="is for the side that makes connections"):
-        serve_command(tmp_path, tls=alice)
+        serve_command([tmp_path], tls=alice)
     with pytest.raises(TransportError, match="No such file"):
-        serve_command(tmp_path, tls=tmp_path / "nothing")
+        serve_command([tmp_path], tls=tmp_path / "nothing")
     with pytest.raises(TransportError, match=f"chmod 600 {key}"):
-        serve_command(tmp_path, tls=alice, tls_key=key)
+        serve_command([tmp_path], tls=alice, tls_key=key)
     with pytest.raises(typer.BadParameter, match="go together"):
-        serve_command(tmp_path, tls_ca=alice / "ca.pem")
+        serve_command([tmp_path], tls_ca=alice / "ca.pem")
     with pytest.raises(typer.BadParameter, match="not both"):
-        serve_command(tmp_path, tls=alice, insecure_plain_text=True)
+        serve_command([tmp_path], tls=alice, insecure_plain_text=True)
     with pytest.raises(typer.BadParameter, match="stays on this machine"):
         infer_command(tmp_path / "query.npy", bundle=tmp_path, tls=alice)
     with pytest.raises(typer.BadParameter, match="name at least one"):

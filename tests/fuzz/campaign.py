@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 SEARCHING = "HEINFER_FUZZ_S" in os.environ
 SECONDS = float(os.environ.get("HEINFER_FUZZ_S", "0"))
 #: Turns' worth of examples that an ordinary run takes.
-_ORDINARY_TURNS = 4
+_ORDINARY_TURNS = 2
 #: Processor seconds of one example, in our own code and below it.
 EXAMPLE_S = 10.0
 #: Address space that one example may take beyond what the process has already.

@@ -14,7 +14,10 @@ from heinfer.errors import UnsupportedModelError
 from tests.partitioner.examples import check, graph, weights
 
 torch = pytest.importorskip("torch")
+
 nn = torch.nn
+
+pytestmark = pytest.mark.usefixtures("operators_registered_once")
 
 
 @pytest.fixture(autouse=True)

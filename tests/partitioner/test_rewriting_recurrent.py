@@ -324,6 +324,7 @@ def test_export_by_torchscript(kind: type[torch.nn.RNNBase], batch_first: bool) 
 # nn.RNN comes unrolled from this exporter.
 @pytest.mark.parametrize(("kind", "batch_first"), [(torch.nn.LSTM, True), (torch.nn.GRU, False)])
 @pytest.mark.filterwarnings("ignore:_check_is_size:FutureWarning")
+@pytest.mark.usefixtures("operators_registered_once")
 def test_export_by_dynamo(kind: type[torch.nn.RNNBase], batch_first: bool) -> None:
     module = tagger(kind, batch_first)
     x = sequences(1, batch_first)

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -124,6 +124,7 @@ def test_reference_on_a_product_done_by_hand() -> None:
 
 
 @pytest.mark.parametrize("ring", RINGS, ids=lambda ring: str(ring.modulus))
+@settings(max_examples=30)
 @given(data=st.data())
 def test_product_any_polynomials_and_modulus_matches_big_integers(ring: RingParameters, data: st.DataObject) -> None:
     q = ring.modulus

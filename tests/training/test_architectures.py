@@ -20,6 +20,8 @@ from heinfer.training.scattering_networks import make_scattering_cnn, make_scatt
 from heinfer.training.small_networks import LeNet5, TanhCnn  # noqa: E402
 from partitioner import partition  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("operators_registered_once")
+
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "lenet5": [(1, 28, 28)],
     "mlp": [(30,), (1, 8, 8)],

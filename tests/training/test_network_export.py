@@ -12,6 +12,8 @@ import onnx  # noqa: E402
 from heinfer.training.export import RELATIVE_TOLERANCE, ExportError, export_network, run_model  # noqa: E402
 from heinfer.training.small_networks import LeNet5, Mlp  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("operators_registered_once")
+
 IMAGE_SHAPE = (1, 28, 28)
 
 

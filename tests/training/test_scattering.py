@@ -23,6 +23,8 @@ from heinfer.training.scattering import (  # noqa: E402
 )
 
 #: Orders of the features of one channel.
+pytestmark = pytest.mark.usefixtures("operators_registered_once")
+
 ORDERS = (slice(0, 1), slice(1, 1 + 2 * ANGLES), slice(1 + 2 * ANGLES, FEATURES_PER_CHANNEL))
 
 

@@ -24,6 +24,8 @@ from heinfer.training.recipe import Augmentation, Recipe, parse_recipe, read_rec
 from heinfer.training.release import AccuracyFloorError, release_model  # noqa: E402
 from heinfer.training.trainer import train, training_progress  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("operators_registered_once")
+
 RECIPE = """
 name = "tiny"
 architecture = "lenet5"

@@ -31,14 +31,14 @@ def spend_all(gate: BudgetGate, mechanism: Mechanism, most: int = 10_000) -> int
     raise AssertionError("never refused")
 
 
-@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 33, 100])
+@pytest.mark.parametrize("count", [1, 16, 17, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 15, 33, 100))])
 def test_spend_target_that_is_exactly_some_steps_allows_exactly_those(count: int) -> None:
     target = compute_epsilon([STEP.times(count)], DELTA)
     assert spend_all(BudgetGate(target, DELTA), STEP) == count
     assert spend_all(BudgetGate(target - 1e-6, DELTA), STEP) == count - 1
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 10))])
 def test_spend_random_mechanisms_decides_as_brute_force(seed: int) -> None:
     draw = random.Random(seed)
     kinds: list[Mechanism] = [
