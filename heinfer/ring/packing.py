@@ -61,7 +61,7 @@ def low_limb(residue: int) -> float:
 
 
 @kernel
-def _integer(value: float) -> int:
+def integer_of(value: float) -> int:
     """Convert an integer below 2**53 in magnitude to int64, by vectors of 32 bits.
 
     Proof. a = rint(value / 2**26) is at most 2**27 and value - a * 2**26 at most 2**25 in magnitude; both are exact.
@@ -91,7 +91,7 @@ def join_limbs(high: float, low: float, modulus: int, inverse: float) -> int:
         The residue, in [0, q).
     """
     quotient = np.int64(np.int32(np.rint((high * _LIMB_BASE + low) * inverse)))
-    rest = (_integer(high) << LIMB_BITS) + _integer(low) - quotient * modulus
+    rest = (integer_of(high) << LIMB_BITS) + integer_of(low) - quotient * modulus
     return rest + ((rest >> 63) & modulus)  # type: ignore[return-value]
 
 
