@@ -10,10 +10,12 @@ from heinfer.plan.bundle import (
     load_server,
     read_bundle_plan,
 )
+from heinfer.plan.deep import DeepBlock
 from heinfer.plan.files import read_plan
 from heinfer.plan.hints import BlockHints, NodeHints, batch_polynomials, block_ring, public_polynomials
 from heinfer.plan.schema import (
     Block,
+    DeepStep,
     Digests,
     ModelInfo,
     NodeStep,
@@ -21,12 +23,14 @@ from heinfer.plan.schema import (
     PreparedInfo,
     RingInfo,
     RoundStep,
-    TensorSpec,
 )
+from heinfer.plan.tensors import TensorSpec
 
 __all__ = [
     "Block",
     "BlockHints",
+    "DeepBlock",
+    "DeepStep",
     "Digests",
     "ModelInfo",
     "NodeBundle",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from heinfer.errors import PlanError
 from heinfer.operators import PreparedForm, Program, evaluate_plain
 from heinfer.plan.checks import NodeChecks, read_checks
+from heinfer.plan.deep_terms import DeepTerms, read_deep_terms
 from heinfer.plan.files import PLAN_FILE, check_folder, read_arrays, read_plan
 from heinfer.plan.hints import NodeHints, derive_form, read_hints
 from heinfer.plan.schema import NodeStep, Plan
@@ -76,15 +77,21 @@ class NodeBundle:
     submodels: Mapping[str, bytes]
     hints: NodeHints | None
     checks: NodeChecks | None = None
+    deep: tuple[DeepTerms, ...] = ()
+
+    def uncalibrated(self) -> NodeBundle:
+        """Return the same without the calibration of deep blocks' outputs."""
+        return replace(self, deep=tuple(terms.uncalibrated() for terms in self.deep))
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The model as it came, and every block with its real weights."""
+    """The model as it came, and every block with its real weights; deep blocks as the server and the node have them."""
 
     model: bytes
     programs: tuple[Program, ...]
     arrays: Mapping[str, NDArray[Any]]
+    deep: tuple[DeepTerms, ...] = ()
 
     def evaluate_block(self, block: int, inputs: list[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
         """Evaluate a block in float64; shapes (samples, *shape)."""
@@ -129,6 +136,8 @@ def load_server(folder: Path, trusted: TrustedKeys | None = None) -> ServerBundl
     arrays = read_arrays(folder / WEIGHTS_FILE)
     for block in plan.blocks:
         block.program.check_arrays(arrays)
+    for deep in plan.deep:
+        deep.check_arrays(arrays)
     forms = tuple(derive_form(block, arrays, plan.ring) for block in plan.blocks)
     return ServerBundle(plan, plan_hash, arrays, forms)
 
@@ -151,7 +160,8 @@ def load_node(folder: Path, trusted: TrustedKeys | None = None) -> NodeBundle:
                 raise PlanError(f"{path} is missing; copy the folder again or partition again")
             submodels[step.model] = path.read_bytes()
     hints = read_hints(folder, plan, plan_hash) if plan.has_prepared_mode else None
-    return NodeBundle(plan, plan_hash, terms, submodels, hints, read_checks(folder, plan, plan_hash))
+    deep = tuple(read_deep_terms(arrays, index, block) for index, block in enumerate(plan.deep))
+    return NodeBundle(plan, plan_hash, terms, submodels, hints, read_checks(folder, plan, plan_hash), deep)
 
 
 def load_reference(bundle: Path, plan: Plan) -> Reference:
@@ -176,7 +186,10 @@ def load_reference(bundle: Path, plan: Plan) -> Reference:
         raise PlanError(f"{folder / BLOCKS_FILE} does not belong to the plan")
     for program in programs:
         program.check_arrays(arrays)
-    return Reference(model, programs, arrays)
+    deep = tuple(read_deep_terms(arrays, index, block) for index, block in enumerate(plan.deep))
+    for block in plan.deep:
+        block.check_arrays(arrays)
+    return Reference(model, programs, arrays, deep)
 
 
 def pack_terms(index: int, position: int, terms: OutputTerms) -> dict[str, NDArray[np.float64]]:

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from heinfer.errors import HeinferError, PlanError
 from heinfer.plan.bundle import Reference
-from heinfer.plan.schema import NodeStep, Plan, RoundStep
+from heinfer.plan.deep import DeepBlock, evaluate_deep
+from heinfer.plan.deep_terms import DeepTerms
+from heinfer.plan.schema import DeepStep, NodeStep, Plan, PlanStep, RoundStep
 
 Tensors = Mapping[str, NDArray[Any]]
-RunRound = Callable[[RoundStep, Tensors], Tensors]
+RunRound = Callable[[RoundStep | DeepStep, Tensors], Tensors]
 RepeatStep = Callable[[NodeStep, Tensors, "NodeStepError"], Tensors]
 
 
@@ -66,7 +68,9 @@ def open_session(model: bytes | str, threads: int = 1, *, fuse: bool = True) -> 
 def plain_rounds(plan: Plan, reference: Reference) -> RunRound:
     """Return a `run_round` that evaluates blocks in float64 with their real weights, nothing encrypted."""
 
-    def run_round(step: RoundStep, tensors: Tensors) -> Tensors:
+    def run_round(step: RoundStep | DeepStep, tensors: Tensors) -> Tensors:
+        if isinstance(step, DeepStep):
+            return plain_deep(plan.deep[step.block], reference.arrays, reference.deep[step.block], tensors)
         made: dict[str, NDArray[Any]] = {}
         for index in step.blocks:
             block = plan.blocks[index]
@@ -75,6 +79,28 @@ def plain_rounds(plan: Plan, reference: Reference) -> RunRound:
         return made
 
     return run_round
+
+
+def plain_deep(
+    block: DeepBlock, arrays: Mapping[str, NDArray[Any]], terms: DeepTerms, tensors: Tensors, calibrated: bool = True
+) -> dict[str, NDArray[Any]]:
+    """Evaluate a deep block with its polynomials and integer weights, nothing encrypted.
+
+    Args:
+        block: the block.
+        arrays: the server's.
+        terms: the node's.
+        tensors: its inputs by name, shape (samples, *shape).
+        calibrated: whether gain and offset are applied.
+
+    Returns:
+        Its outputs by name, float32.
+    """
+    values = evaluate_deep(block, arrays, terms.scale([tensors[t.name] for t in block.inputs]))
+    return {
+        t.name: output.finish(v, calibrated).astype(np.float32)
+        for t, output, v in zip(block.outputs, terms.outputs, values, strict=True)
+    }
 
 
 class NodeStepError(HeinferError):
@@ -125,7 +151,7 @@ class PlanRunner:
         """
         tensors: dict[str, NDArray[Any]] = dict(inputs)
         for position, step in enumerate(self._plan.steps):
-            if isinstance(step, RoundStep):
+            if isinstance(step, RoundStep | DeepStep):
                 tensors.update(run_round(step, tensors))
             else:
                 tensors.update(self._run_or_repeat(position, step, tensors, repeat_step))
@@ -156,7 +182,9 @@ class PlanRunner:
             raise NodeStepError(position, f"step {position} ({step.model}): {error}") from error
         return dict(zip(step.outputs, results, strict=True))
 
-    def _reads(self, step: NodeStep | RoundStep) -> list[str]:
+    def _reads(self, step: PlanStep) -> list[str]:
         if isinstance(step, NodeStep):
             return list(step.inputs)
+        if isinstance(step, DeepStep):
+            return [t.name for t in self._plan.deep[step.block].inputs]
         return [t.name for b in step.blocks for t in self._plan.blocks[b].inputs]

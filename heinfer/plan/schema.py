@@ -15,22 +15,15 @@ from pydantic.dataclasses import dataclass
 
 from heinfer.errors import PlanError
 from heinfer.operators import HintKind, Outline, PreparedForm, Program
-from heinfer.operators.steps import CONFIG, Shape
+from heinfer.operators.steps import CONFIG
+from heinfer.plan.deep import DeepBlock
+from heinfer.plan.tensors import TensorSpec
 from heinfer.ring import WEIGHT_BITS, RingParameters
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 #: More digits of weights than any bound can use.
 MAX_DIGITS: Final = 8
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=128)]
-
-
-@dataclass(frozen=True, slots=True, config=CONFIG)
-class TensorSpec:
-    """A named tensor: shape without the batch axis, element type as numpy names it."""
-
-    name: str
-    shape: Shape
-    dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
@@ -88,7 +81,15 @@ class RoundStep:
     kind: Literal["round"] = "round"
 
 
-PlanStep = Annotated[NodeStep | RoundStep, Field(discriminator="kind")]
+@dataclass(frozen=True, slots=True, config=CONFIG)
+class DeepStep:
+    """One deep block: one round trip to the server, in which activations are polynomials."""
+
+    block: Annotated[int, Field(ge=0)]
+    kind: Literal["deep"] = "deep"
+
+
+PlanStep = Annotated[NodeStep | RoundStep | DeepStep, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
@@ -209,7 +210,8 @@ class Plan:
     steps: tuple[PlanStep, ...]
     blocks: tuple[Block, ...]
     digests: Digests
-    format_version: Literal[4] = 4
+    deep: tuple[DeepBlock, ...] = ()
+    format_version: Literal[5] = 5
 
     def __post_init__(self) -> None:
         """Check that every tensor is made before it is read, once, and every block runs once.
@@ -220,10 +222,16 @@ class Plan:
         """
         _ = self.ring.parameters
         made = {t.name for t in self.inputs}
-        pending = set(range(len(self.blocks)))
+        pending, pending_deep = set(range(len(self.blocks))), set(range(len(self.deep)))
         for step in self.steps:
             if isinstance(step, NodeStep):
                 reads, makes = set(step.inputs), list(step.outputs)
+            elif isinstance(step, DeepStep):
+                if step.block not in pending_deep:
+                    raise PlanError(f"deep block {step.block} does not exist or has run already")
+                pending_deep.remove(step.block)
+                reads = {t.name for t in self.deep[step.block].inputs}
+                makes = [t.name for t in self.deep[step.block].outputs]
             else:
                 if not set(step.blocks) <= pending:
                     raise PlanError(f"round {step.blocks} names a block that does not exist or has run already")
@@ -233,18 +241,18 @@ class Plan:
             if not reads <= made or made & set(makes) or len(set(makes)) != len(makes):
                 raise PlanError(f"a step reads {sorted(reads - made)} too early or makes a tensor twice")
             made |= set(makes)
-        if pending or not {t.name for t in self.outputs} <= made:
+        if pending or pending_deep or not {t.name for t in self.outputs} <= made:
             raise PlanError("a block never runs, or an output is never made")
 
     @property
     def has_prepared_mode(self) -> bool:
         """Whether every block can run in prepared mode."""
-        return all(block.prepared is not None for block in self.blocks)
+        return bool(self.blocks) and all(block.prepared is not None for block in self.blocks)
 
     @property
     def rounds(self) -> int:
         """Round trips to the server for one query."""
-        return sum(isinstance(step, RoundStep) for step in self.steps)
+        return sum(isinstance(step, RoundStep | DeepStep) for step in self.steps)
 
 
 def _size(tensor: TensorSpec) -> int:
