@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -29,10 +30,12 @@ from heinfer.plan.bundle import (
     pack_terms,
 )
 from heinfer.plan.checks import write_checks
+from heinfer.plan.deep_terms import pack_deep_terms
 from heinfer.plan.files import PLAN_FILE, atomic_folder, folder_digest, read_plan, write_arrays, write_plan
 from heinfer.plan.hints import write_hints
 from heinfer.ring import RingParameters
 from partitioner.blocks import BuiltBlock
+from partitioner.deep.built import BuiltDeep
 from partitioner.grouping import Group
 from partitioner.importing import BATCH, Imported
 from partitioner.shapes import Shape, infer_types
@@ -47,11 +50,24 @@ class Draft:
     plan: Plan
     blocks: tuple[BuiltBlock, ...]
     submodels: Mapping[str, bytes]
+    deep: tuple[BuiltDeep, ...] = ()
 
     def reference(self, content: bytes) -> Reference:
         """Return the original model and every block with its real weights."""
         arrays = {name: array for built in self.blocks for name, array in built.real.items()}
-        return Reference(content, tuple(built.full for built in self.blocks), arrays)
+        for built in self.deep:
+            arrays.update(built.arrays)
+        arrays.update(self.deep_terms())
+        return Reference(
+            content, tuple(built.full for built in self.blocks), arrays, tuple(built.terms for built in self.deep)
+        )
+
+    def deep_terms(self) -> dict[str, NDArray[Any]]:
+        """Return the node's arrays of deep blocks."""
+        arrays: dict[str, NDArray[Any]] = {}
+        for index, built in enumerate(self.deep):
+            arrays.update(pack_deep_terms(index, built.terms))
+        return arrays
 
 
 def draft(
@@ -114,13 +130,19 @@ def emit(result: Draft, content: bytes, target: Path, reference: bool, batch_hin
         server.mkdir()
         node.mkdir()
         integers = {n: a for built in result.blocks for n, a in built.integers.items()}
+        for deep in result.deep:
+            integers.update(deep.arrays)
         write_arrays(server / WEIGHTS_FILE, integers)
-        write_arrays(node / SCALES_FILE, _term_arrays([built.terms for built in result.blocks]))
+        terms = {**_term_arrays([built.terms for built in result.blocks]), **result.deep_terms()}
+        write_arrays(node / SCALES_FILE, terms)
         for name, model in result.submodels.items():
             (node / name).write_bytes(model)
         _write_card(node / CARD_FILE, content)
         plan = Plan(
-            **{name: getattr(result.plan, name) for name in ("model", "ring", "inputs", "outputs", "steps", "blocks")},
+            **{
+                name: getattr(result.plan, name)
+                for name in ("model", "ring", "inputs", "outputs", "steps", "blocks", "deep")
+            },
             digests=Digests(folder_digest(server), folder_digest(node)),
         )
         for folder in (work, server, node):

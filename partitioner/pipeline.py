@@ -17,6 +17,8 @@ from partitioner.batching import free_batch
 from partitioner.blocks import BuiltBlock, MoveToNode, build_block
 from partitioner.classification import classify
 from partitioner.composition import compose_convolutions
+from partitioner.deep.built import FittedActivation
+from partitioner.deep.deepening import DeepOptions, deepen
 from partitioner.emission import Draft, draft, emit
 from partitioner.explanation import MOVED, explain
 from partitioner.folding import fold
@@ -42,12 +44,15 @@ class Partition:
     Attributes:
         plan: the plan that was written.
         bundle: where.
-        difference: largest difference from the original in the clear, relative to the largest output.
+        difference: largest difference from the original in the clear, relative to the largest output; with exact
+            activations.
+        activations: those that became polynomials.
     """
 
     plan: Plan
     bundle: Path
     difference: float
+    activations: tuple[FittedActivation, ...] = ()
 
 
 def partition(
@@ -61,6 +66,7 @@ def partition(
     on_node: Sequence[str] = (),
     on_server: Sequence[str] = (),
     precision: float | None = None,
+    deep: DeepOptions | None = None,
 ) -> Partition:
     """Partition an ONNX model into a bundle.
 
@@ -76,6 +82,7 @@ def partition(
         on_server: operators without weights to run under encryption, likewise.
         precision: what every block's error bound for inputs of magnitude 1 must be at most (docs/parameters.md); None:
             what weights of 15 bits give.
+        deep: which activations become polynomials inside larger blocks (docs/block-depth.md); None: all stay exact.
 
     Returns:
         The plan, where it was written, and how close it is to the original in the clear.
@@ -92,8 +99,10 @@ def partition(
     parameters = parameters or RingParameters.default()
     pins = Pins(tuple(on_node), tuple(on_server))
     imported, result, difference = partition_in_memory(Path(model), parameters, dimensions, pins, precision)
+    if deep is not None:
+        result = deepen(result, imported.content, deep)
     plan = emit(result, imported.content, Path(output), reference, batch_hints)
-    return Partition(plan, Path(output), difference)
+    return Partition(plan, Path(output), difference, tuple(a for built in result.deep for a in built.activations))
 
 
 def partition_in_memory(

@@ -10,6 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from heinfer.cli.deepening import (
+    DEEP,
+    CalibrationKeyOption,
+    CalibrationOption,
+    DegreeOption,
+    DivideOption,
+    FitOption,
+    deep_block_figures,
+    deep_options,
+    read_calibration,
+    read_depth,
+    show_activations,
+    show_deep_blocks,
+)
 from heinfer.cli.screen import BundleArgument, JsonOption, out, size, table, write_json
 from heinfer.cli.signing import TrustedKeyOption, show_signer
 
@@ -64,6 +78,20 @@ def partition_command(
             help="Largest error bound of a block for inputs of magnitude 1, such as 1e-5: weights get more digits.",
         ),
     ] = None,
+    block_depth: Annotated[
+        str | None,
+        typer.Option(
+            "--block-depth",
+            metavar="D|all",
+            help="Let blocks hold up to D activations, as polynomials; all: the whole model.",
+            rich_help_panel=DEEP,
+        ),
+    ] = None,
+    calibration: CalibrationOption = None,
+    x: CalibrationKeyOption = "x",
+    divide: DivideOption = None,
+    degree: DegreeOption = None,
+    fit: FitOption = "least-squares",
     rotate: Annotated[
         Path | None,
         typer.Option(
@@ -88,28 +116,47 @@ def partition_command(
         raise typer.BadParameter("expected MODEL and -o BUNDLE, or --rotate BUNDLE")
     if precision is not None and not 0 < precision < inf:
         raise typer.BadParameter(f"--precision: expected a finite error bound above 0, such as 1e-5, found {precision}")
+    if (block_depth is None) != (calibration is None):
+        raise typer.BadParameter(
+            "--block-depth goes with --calibration DATA.npz: ranges of polynomials come from training data"
+        )
+    if block_depth is None and degree is not None:
+        raise typer.BadParameter("--degree goes with --block-depth")
     from heinfer.ring import RingParameters
     from partitioner import partition
 
     parameters = RingParameters.default(DEGREES[security])
+    sizes = dict(map(_dimension, dimensions or []))
+    deep = None
+    if block_depth is not None and calibration is not None:
+        deep = deep_options(
+            read_depth(block_depth), read_calibration(model, sizes, calibration, x, divide), degree, fit
+        )
     result = partition(
         model,
         output,
         reference=reference,
         parameters=parameters,
         batch_hints=batch_hints,
-        dimensions=dict(map(_dimension, dimensions or [])),
+        dimensions=sizes,
         on_node=on_node or (),
         on_server=on_server or (),
         precision=precision,
+        deep=deep,
     )
     show_steps(result.plan)
+    show_activations(result.plan, result.activations)
     _show_precision(result.plan, asked=precision is not None)
+    exactly = " with exact activations" if result.plan.deep else ""
     out.print(
-        f"\nIn the clear, the parts give what the model gives: largest relative difference {result.difference:.1e}"
+        f"\nIn the clear, the parts give what the model gives{exactly}: largest relative difference "
+        f"{result.difference:.1e}"
     )
     out.print(f"Wrote {output}: server/ for the untrusted server, node/ for the trusted node")
-    write_json(json, {"difference": result.difference, **describe(result.plan)})
+    figures = {"difference": result.difference, **describe(result.plan)}
+    if deep is not None:
+        figures["activations"] = [dataclasses.asdict(a) for a in result.activations]
+    write_json(json, figures)
 
 
 def _dimension(option: str) -> tuple[str, int]:
@@ -149,19 +196,28 @@ def inspect_command(bundle: BundleArgument, trusted_key: TrustedKeyOption = None
         f"\nParameters: N = {ring['N']}, log2 q = {ring['log2_q']}, at least {ring['security_bits']} bits of security "
         "(ternary secret, 2024 guidelines)"
     )
-    out.print(f"Rounds: {figures['rounds']}, keys on the server: none")
-    for samples, forecast in figures["bytes"].items():
+    keys = "relinearisation keys, one upload long" if plan.deep else "none"
+    out.print(f"Rounds: {figures['rounds']}, keys on the server: {keys}")
+    show_deep_blocks(plan)
+    beside = ", beside deep blocks" if plan.deep else ""
+    for samples, forecast in figures["bytes"].items() if plan.blocks else ():
         out.print(
-            f"Standard mode, bytes for {samples} sample(s): {size(forecast['up'])} up, {size(forecast['down'])} down"
+            f"Standard mode, bytes for {samples} sample(s){beside}: {size(forecast['up'])} up, "
+            f"{size(forecast['down'])} down"
         )
     _show_prepared(figures)
+    if plan.blocks:
+        _show_bounds(figures)
+    write_json(json, figures)
+
+
+def _show_bounds(figures: dict[str, Any]) -> None:
     title = "\nError bounds for inputs of magnitude 1"
     bounds = table("block", "error bound", "digits of weights", "operators", title=title, right=(0, 1, 2))
     for index, block in enumerate(figures["blocks"]):
         digits = f"{block['digits']} of {block['digit_bits']} bits"
         bounds.add_row(str(index), f"{block['unit_bound']:.1e}", digits, ", ".join(block["operators"]))
     out.print(bounds)
-    write_json(json, figures)
 
 
 def show_card_line(bundle: Path, figures: dict[str, Any]) -> None:
@@ -178,6 +234,9 @@ def show_card_line(bundle: Path, figures: dict[str, Any]) -> None:
 
 def _show_prepared(figures: dict[str, Any]) -> None:
     prepared = figures["prepared"]
+    if not figures["blocks"]:
+        out.print("Prepared mode: none, all blocks are deep")
+        return
     if prepared is None:
         out.print("Prepared mode: none, a block's planes are too wide")
         return
@@ -198,7 +257,7 @@ def _show_prepared(figures: dict[str, Any]) -> None:
 
 def show_steps(plan: Plan) -> None:
     """Print what runs where, in order."""
-    from heinfer.plan import NodeStep
+    from heinfer.plan import DeepStep, NodeStep
 
     steps = table(
         "where", "block", "operators", "values up", "values down", title=f"{plan.model.name}: steps", right=(3, 4)
@@ -206,6 +265,12 @@ def show_steps(plan: Plan) -> None:
     for step in plan.steps:
         if isinstance(step, NodeStep):
             steps.add_row("node", "", ", ".join(step.operators), "", "")
+            continue
+        if isinstance(step, DeepStep):
+            deep = plan.deep[step.block]
+            steps.add_row(
+                "server", f"deep {step.block}", ", ".join(deep.operators), str(deep.input_count), str(deep.output_count)
+            )
             continue
         for index in step.blocks:
             block = plan.blocks[index]
@@ -229,10 +294,14 @@ def _show_precision(plan: Plan, *, asked: bool) -> None:
 
 def _show_reasons(plan: Plan) -> None:
     """Print why every operator is where it is."""
-    from heinfer.plan import NodeStep
+    from heinfer.plan import DeepStep, NodeStep
 
     reasons = table("where", "operator", "why", title="\nWhy there")
     for step in plan.steps:
+        if isinstance(step, DeepStep):
+            for operator in plan.deep[step.block].operators:
+                reasons.add_row("server", operator, "in a deep block: --block-depth")
+            continue
         held = [("node", step)] if isinstance(step, NodeStep) else [("server", plan.blocks[i]) for i in step.blocks]
         for where, holder in held:
             for operator, reason in zip(holder.operators, holder.reasons, strict=True):
@@ -243,18 +312,21 @@ def _show_reasons(plan: Plan) -> None:
 def describe(plan: Plan) -> dict[str, Any]:
     """Return the figures of a plan."""
     from heinfer.client.evaluation import ring_figures
-    from heinfer.plan import NodeStep
+    from heinfer.plan import DeepStep, NodeStep
 
     return {
         "model": plan.model.name,
         "sha256": plan.model.sha256,
         "parameters": ring_figures(plan),
         "rounds": plan.rounds,
+        "deep": [deep_block_figures(block) for block in plan.deep],
         "prepared": _prepared_figures(plan) if plan.has_prepared_mode else None,
         "bytes": {str(samples): forecast_bytes(plan, samples) for samples in (1, plan.ring.degree)},
         "steps": [
             {"where": "node", "operators": list(s.operators), "reasons": list(s.reasons)}
             if isinstance(s, NodeStep)
+            else {"where": "server", "deep": s.block}
+            if isinstance(s, DeepStep)
             else {"where": "server", "blocks": list(s.blocks)}
             for s in plan.steps
         ],

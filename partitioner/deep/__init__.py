@@ -1,0 +1,1 @@
+"""Deep blocks: activations become polynomials, and several blocks become one."""
