@@ -76,6 +76,14 @@ def serve_command(
     tls_key: KeyOption = None,
     insecure_plain_text: PlainTextOption = False,
     memory: MemoryOption = None,
+    scratch: Annotated[
+        Path | None,
+        typer.Option(
+            "--scratch",
+            metavar="DIR",
+            help="Where ciphertexts of deep blocks lie meanwhile, gigabytes; the system's folder for temporary files.",
+        ),
+    ] = None,
     metrics: Annotated[
         str | None,
         typer.Option("--metrics", metavar="HOST:PORT", help="Serve Prometheus metrics there, under the same TLS."),
@@ -99,7 +107,9 @@ def serve_command(
     towards_nodes = security(tls, tls_ca, tls_cert, tls_key, insecure_plain_text)
     check_listening(address, towards_nodes)
     trusted, merger = read_trusted_keys(trusted_key or ()), shared_merger()
-    evaluators = [BlockEvaluator(load_server(path, trusted), merger) for path in folder]
+    if scratch is not None and not scratch.is_dir():
+        raise InputError(f"--scratch {scratch}: expected a folder that exists")
+    evaluators = [BlockEvaluator(load_server(path, trusted), merger, scratch) for path in folder]
     names = ", ".join(evaluator.bundle.plan.model.name for evaluator in evaluators)
     with progress() as tell:
         for evaluator in evaluators:

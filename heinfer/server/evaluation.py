@@ -8,7 +8,10 @@ residues are transposed on the way in and out.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +21,9 @@ from heinfer.operators import ResidueProgram
 from heinfer.plan import ServerBundle
 from heinfer.ring import even_slices, pack, packed_bytes, run_tiles, self_test, transpose_into, unpack
 from heinfer.server.prepared import PreparedBlocks, SharedMerger
+
+if TYPE_CHECKING:
+    from heinfer.server.polynomial import DeepEvaluator
 
 #: Residues per tile of a transposition.
 _TILE_RESIDUES = 1 << 17
@@ -29,17 +35,41 @@ class BlockEvaluator:
     Args:
         bundle: the server's folder.
         merger: runs requests in prepared mode, of other plans too; None: of this one alone.
+        scratch: folder for the ciphertexts of deep blocks; None: the system's for temporary files.
 
     Raises:
         ParameterError: this machine's arithmetic is not exact.
     """
 
-    def __init__(self, bundle: ServerBundle, merger: SharedMerger | None = None) -> None:
+    def __init__(self, bundle: ServerBundle, merger: SharedMerger | None = None, scratch: Path | None = None) -> None:
         self.bundle = bundle
         self._parameters = bundle.plan.ring.parameters
         self_test(self._parameters)
         self._programs: dict[int, ResidueProgram] = {}
         self.prepared = PreparedBlocks(bundle, merger) if bundle.plan.has_prepared_mode else None
+        self._scratch = scratch
+        self._deep: dict[int, DeepEvaluator] = {}
+        self._deep_lock = threading.Lock()
+        self._stopped = False
+
+    def deep(self, index: int) -> DeepEvaluator:
+        """Return what evaluates a deep block; the first call loads SEAL."""
+        from heinfer.server.polynomial import DeepEvaluator
+
+        with self._deep_lock:
+            if index not in self._deep:
+                made = DeepEvaluator(self.bundle.plan.deep[index], self.bundle.arrays, self._scratch)
+                self._deep[index] = made
+                if self._stopped:
+                    made.stop()
+            return self._deep[index]
+
+    def stop(self) -> None:
+        """End what runs for deep blocks, which may take hours; blocks of one layer end by themselves."""
+        with self._deep_lock:
+            self._stopped = True
+            for evaluator in self._deep.values():
+                evaluator.stop()
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Run blocks once on zeros, so that kernels are compiled before the first request.

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from heinfer.errors import RemoteProtocolError
 from heinfer.ring import pack, packed_bytes, unpack
 from heinfer.ring.packing import GROUP_RESIDUES
+from heinfer.server.deep import DeepRequest
 from heinfer.server.evaluation import BlockEvaluator, Upload, pack_rows
 from heinfer.server.observing import SESSION_DIGITS, AnsweredRequest, RequestObserver, Unobserved
 from heinfer.server.prepared import Collector
@@ -58,6 +59,8 @@ WORKERS = 128
 #: Residues in memory for one that travels, in either direction: as unpacked, and as laid out for the product.
 _COPIES = 2
 _RESIDUE_BYTES = 8
+#: What a request for a deep block holds outside of files.
+DEEP_BYTES = 2**30
 
 
 class OpenRequest(Protocol):
@@ -72,6 +75,9 @@ class OpenRequest(Protocol):
 
     def evaluate(self) -> tuple[int, Iterator[Chunk]]:
         """Return the number of rows of the answer, and its chunks; all rows are there."""
+
+    def close(self) -> None:
+        """Let go of what a request holds that does not come to its end."""
 
 
 class StandardRequest:
@@ -93,6 +99,9 @@ class StandardRequest:
     def add(self, chunk: Chunk) -> None:
         """Take the next rows."""
         self._upload.add(chunk.first_row, chunk.rows, chunk.data)
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
 
     def evaluate(self) -> tuple[int, Iterator[Chunk]]:
         """Evaluate the block; the answer is packed chunk by chunk."""
@@ -122,6 +131,9 @@ class BatchRequest:
         packed = np.frombuffer(chunk.data, np.uint8).reshape(chunk.rows, self._size)
         modulus = self._evaluator.bundle.plan.ring.modulus
         self._residues[chunk.first_row : chunk.first_row + chunk.rows] = unpack(packed, self._request.samples, modulus)
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
 
     def evaluate(self) -> tuple[int, Iterator[Chunk]]:
         """Evaluate the block; the answer is packed chunk by chunk."""
@@ -155,6 +167,9 @@ class PreparedRequest:
         """Take the next rows."""
         self._collector.add(chunk.data)
 
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
     def evaluate(self) -> tuple[int, Iterator[Chunk]]:
         """Evaluate the block, perhaps together with other requests for it."""
         request = self._request
@@ -165,11 +180,17 @@ class PreparedRequest:
         return rows, iterate_row_chunks(request.request_id, data, GROUP_BYTES, self._limits.chunk_bytes)
 
 
+def open_deep(evaluator: BlockEvaluator, request: BlockRequest, limits: Limits) -> OpenRequest:
+    """Take a request for a deep block, which the wire counts after the others."""
+    return DeepRequest(evaluator.deep(request.block - len(evaluator.bundle.plan.blocks)), request, limits)
+
+
 #: Who takes the requests of a mode.
 REQUESTS: dict[Mode, Callable[[BlockEvaluator, BlockRequest, Limits], OpenRequest]] = {
     Mode.STANDARD: StandardRequest,
     Mode.PREPARED: PreparedRequest,
     Mode.BATCH: BatchRequest,
+    Mode.DEEP: open_deep,
 }
 
 
@@ -210,8 +231,12 @@ class EvaluatorService:
         self.address = self._server.address
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """Refuse new sessions, let running answers end within the grace, then stop."""
-        self._server.stop(grace_s)
+        """Refuse new sessions, let running answers end within the grace, then stop; deep blocks end there."""
+        try:
+            self._server.stop(grace_s)
+        finally:
+            for served in self._plans.values():
+                served.evaluator.stop()
 
     @property
     def memory(self) -> MemoryBudget:
@@ -246,6 +271,7 @@ class EvaluatorService:
         finally:
             for left in arriving.values():
                 left.span.end(failed=True)
+                left.opened.close()
             self._memory.give(sum(request.needs for request in arriving.values()))
         session.receive(End())
         yield session.send(End())
@@ -258,8 +284,9 @@ class EvaluatorService:
             Mode.STANDARD: request.samples + parameters.degree,
             Mode.BATCH: request.samples,
             Mode.PREPARED: GROUP_RESIDUES,
+            Mode.DEEP: 0,
         }
-        needs = _COPIES * _RESIDUE_BYTES * rows * columns[request.mode]
+        needs = DEEP_BYTES if shape.deep else _COPIES * _RESIDUE_BYTES * rows * columns[request.mode]
         self._memory.take(needs)
         span = self._tracer.start(
             SpanName.REQUEST,

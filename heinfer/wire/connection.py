@@ -10,6 +10,7 @@ A connection is used by one thread at a time, and closed from any: that wakes wh
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import struct
@@ -117,11 +118,12 @@ class Connection:
         header = encode_header(len(envelope), len(payload), self._framing, self._checksum(envelope, payload))
         self._use(self._write, header + envelope, payload)
 
-    def receive(self, idle: bool = False) -> tuple[bytes, bytes] | None:
+    def receive(self, idle: bool = False, ends_at: float = math.inf) -> tuple[bytes, bytes] | None:
         """Wait for a message.
 
         Args:
             idle: wait for its first byte for ever, not for `reply_s` seconds.
+            ends_at: or until this moment (`time.monotonic`), which is looked at every `reply_s` seconds.
 
         Returns:
             Envelope and payload; None where the peer has closed its half between two messages.
@@ -129,7 +131,7 @@ class Connection:
         Raises:
             RemoteProtocolError: the peer is gone, is too late, or announces more than the framing allows.
         """
-        return self._use(self._read_message, idle)
+        return self._use(self._read_message, idle, ends_at)
 
     def receive_first(self) -> tuple[bytes, bytes] | None:
         """Wait for a stranger's first message: it has `CONNECT_S` seconds, as `heinfer.wire.introduction` counts them.
@@ -278,8 +280,8 @@ class Connection:
             raise RemoteProtocolError(_CUT)
         return data
 
-    def _read_message(self, idle: bool) -> tuple[bytes, bytes] | None:
-        header = self._read_beginning(idle)
+    def _read_message(self, idle: bool, ends_at: float = math.inf) -> tuple[bytes, bytes] | None:
+        header = self._read_beginning(idle, ends_at)
         if not header:
             if self.unheard is not None:
                 raise RemoteProtocolError(self.unheard)
@@ -297,12 +299,12 @@ class Connection:
     def _checksum(self, envelope: bytes, payload: bytes | memoryview) -> int:
         return checksum(envelope, payload) if self._encrypted is None else 0  # TLS has better ones of its own
 
-    def _read_beginning(self, idle: bool) -> bytes:
+    def _read_beginning(self, idle: bool, ends_at: float) -> bytes:
         while True:
             try:
                 return self._recv(HEADER_BYTES, socket.MSG_WAITALL)
             except BlockingIOError:  # not one byte came
-                if not idle:
+                if not idle or time.monotonic() >= ends_at:
                     raise
 
     def _hurry(self, read: Callable[[], T]) -> T:

@@ -40,6 +40,8 @@ class Limits:
         max_idle_s: seconds after which a connection on which nothing is said is closed by the side that listens.
         retry_s: seconds after an upload's first failure in which it is sent again, the same bytes; 0: never.
         query_s: seconds in which a node takes a group of a query's samples through all rounds, repetitions included.
+        deep_s: seconds that it has more for each deep block, which may take hours; an answer's announcement is waited
+            for as long.
         room_s: seconds that a request waits for room in its receiver's memory.
     """
 
@@ -56,6 +58,7 @@ class Limits:
     max_idle_s: float = 900.0
     retry_s: float = 30.0
     query_s: float = 3600.0
+    deep_s: float = 12 * 3600.0
     room_s: float = 30.0
 
     def __post_init__(self) -> None:

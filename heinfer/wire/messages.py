@@ -25,12 +25,14 @@ class Mode(enum.Enum):
     """How the ciphertexts of a request are made, and so what a row is; values as on the wire.
 
     STANDARD: both parts travel, a row is one ciphertext. PREPARED: b alone travels, a row is a group of 32 residues.
-    BATCH: b alone travels, a row is one ciphertext's.
+    BATCH: b alone travels, a row is one ciphertext's. DEEP: for deep blocks alone; relinearisation keys travel first,
+    then both parts, and a row is one polynomial modulo one prime of the block's chain.
     """
 
     STANDARD = 1
     PREPARED = 2
     BATCH = 3
+    DEEP = 4
 
     __hash__ = object.__hash__  # that of an Enum is in Python and slow
 

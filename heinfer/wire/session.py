@@ -94,7 +94,8 @@ class _Session:
         self._sizes: dict[tuple[int, Mode], Sizes] = {}
         for index, shape in enumerate(self._blocks):
             # A row of standard mode; those of prepared mode are shorter than any.
-            largest = shape.row_bytes(Mode.STANDARD, shape.max_samples(Mode.STANDARD, limits.max_samples))
+            mode = Mode.DEEP if shape.deep else Mode.STANDARD
+            largest = shape.row_bytes(mode, shape.max_samples(mode, limits.max_samples))
             if largest > limits.chunk_bytes:
                 raise ParameterError(
                     f"block {index}: a row at N = {shape.degree} may have {largest} bytes and must fit into a chunk: "

@@ -1,4 +1,4 @@
-"""What a plan says about the sizes of its blocks on the wire, for both ends."""
+"""What a plan says about the sizes of its blocks on the wire, for both ends: its deep blocks come last."""
 
 from __future__ import annotations
 
@@ -13,4 +13,6 @@ def block_shapes(plan: Plan) -> list[BlockShape]:
         prepared = block.prepared
         up, down = (prepared.values_up, prepared.values_down) if prepared is not None else (0, 0)
         shapes.append(BlockShape(block.input_rows, block.output_rows, plan.ring.degree, up, down))
+    for deep in plan.deep:
+        shapes.append(BlockShape(deep.rows_up, deep.rows_down, deep.chain.degree, deep=True))
     return shapes

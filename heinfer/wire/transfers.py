@@ -40,6 +40,7 @@ class BlockShape:
         degree: N, coefficients of a ciphertext.
         values_up: residues of one sample's upload in prepared mode; 0 where the block has no prepared form.
         values_down: residues of one sample's answer in prepared mode; likewise.
+        deep: whether this is a deep block: a row is a polynomial modulo one prime, and there are no other modes.
     """
 
     input_rows: int
@@ -47,6 +48,7 @@ class BlockShape:
     degree: int
     values_up: int = 0
     values_down: int = 0
+    deep: bool = False
 
     def __post_init__(self) -> None:
         if min(self.input_rows, self.output_rows, self.degree) < 1:
@@ -56,10 +58,14 @@ class BlockShape:
 
     def supports(self, mode: Mode) -> bool:
         """Whether the block can be asked for in this mode."""
+        if self.deep or mode is Mode.DEEP:
+            return self.deep and mode is Mode.DEEP
         return mode is not Mode.PREPARED or self.values_up > 0
 
     def max_samples(self, mode: Mode, limit: int) -> int:
         """The most samples of one request under a limit of `limit`."""
+        if mode is Mode.DEEP:
+            return min(self.degree // 2, limit)  # slots
         return min(self.degree, limit) if mode is not Mode.PREPARED else limit
 
     def rows_up(self, mode: Mode, samples: int) -> int:
@@ -79,6 +85,8 @@ class BlockShape:
                 return packed_bytes(samples)
             case Mode.PREPARED:
                 return GROUP_BYTES
+            case Mode.DEEP:
+                return packed_bytes(self.degree)
 
     def sizes(self, mode: Mode, samples: int) -> Sizes:
         """All of these."""

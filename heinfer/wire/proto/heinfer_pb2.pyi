@@ -13,6 +13,7 @@ class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODE_STANDARD: _ClassVar[Mode]
     MODE_PREPARED: _ClassVar[Mode]
     MODE_BATCH: _ClassVar[Mode]
+    MODE_DEEP: _ClassVar[Mode]
 
 class FailureCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -38,6 +39,7 @@ MODE_UNSPECIFIED: Mode
 MODE_STANDARD: Mode
 MODE_PREPARED: Mode
 MODE_BATCH: Mode
+MODE_DEEP: Mode
 FAILURE_UNSPECIFIED: FailureCode
 FAILURE_FAILED: FailureCode
 FAILURE_VERSION: FailureCode
