@@ -25,6 +25,7 @@ from heinfer.ring import RingParameters
 from heinfer.server.evaluation import BlockEvaluator
 from heinfer.server.service import EvaluatorService
 from heinfer.wire import Address, Limits, block_shapes
+from trusted_node.deep_workers import DeepPool
 from trusted_node.engine import Engine, QueryResult
 from trusted_node.link import ServerLink
 from trusted_node.modes import ModeChoice
@@ -151,6 +152,7 @@ def parties(
     mode: ModeChoice = ModeChoice.STANDARD,
     ready: int = 0,
     limits: Limits = IMPATIENT,
+    deep: DeepPool | None = None,
 ) -> Iterator[Parties]:
     """Start both; `through(address)` may put something between them and return its address."""
     pool.forget()
@@ -160,7 +162,7 @@ def parties(
     node_bundle = load_node(bundle / "node")
     link = ServerLink(address, node_bundle.plan_hash, block_shapes(node_bundle.plan), limits)
     prepared = None if mode is ModeChoice.STANDARD else PreparedPool(Preparer(node_bundle), ready)
-    engine = Engine(node_bundle, link, pool, limits, prepared, mode)
+    engine = Engine(node_bundle, link, pool, limits, prepared, mode, deep=deep)
     try:
         with serving(engine, limits) as node:
             yield Parties(evaluator, server, engine, node, pool)

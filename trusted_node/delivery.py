@@ -140,10 +140,9 @@ class Delivery:
                 self._try(self._transmit)
                 continue
             try:
-                began = time.monotonic()
                 announcement, chunks = self._session.receive(self._request_id)
                 self._server_s = announcement.compute_s
-                result = read(announcement, self._in_time(chunks, began))
+                result = read(announcement, self._in_time(chunks, time.monotonic()))
             except (RemoteProtocolError, CiphertextError, IntegrityError) as error:
                 self._note(error)
             else:
@@ -253,8 +252,7 @@ class Delivery:
         for chunk in chunks:
             received += len(chunk.data)
             self._received_bytes = received
-            # Once more `reply_s`, in which the announcement had to come.
-            if time.monotonic() > self._limits.latest(began, received) + self._limits.reply_s:
+            if time.monotonic() > self._limits.latest(began, received):
                 raise RemoteProtocolError(f"the answer dribbles: {received} bytes in {time.monotonic() - began:.0f} s")
             yield chunk
 

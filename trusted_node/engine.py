@@ -38,6 +38,7 @@ from heinfer.units import size as readable
 from heinfer.wire import Limits, MemoryBudget, Mode
 from heinfer.wire.budget import DEFAULT_SHARE, machine_memory
 from trusted_node.batches import BatchMaterials, BatchUpload
+from trusted_node.deep_workers import DeepPool
 from trusted_node.delivery import Delivery, Watch
 from trusted_node.groups import AnyUpload as AnyUpload
 from trusted_node.groups import DataError as DataError
@@ -142,6 +143,7 @@ class Engine:
         check: bool = True,
         kept_bytes: int | MemoryBudget | None = None,
         answer_bytes: int | MemoryBudget | None = None,
+        deep: DeepPool | None = None,
     ) -> None:
         self.bundle = bundle
         self.replicas = servers if isinstance(servers, Replicas) else Replicas([servers])
@@ -149,6 +151,9 @@ class Engine:
         self.limits = limits
         self.prepared = prepared
         self.choice = choice
+        self.deep = deep
+        if bundle.plan.deep and deep is None:
+            raise InputError("this plan has deep blocks, which need a pool of processes")
         self._kept = _budget(kept_bytes)
         # Who has waited for all of a query's time would not get far with the room.
         self._answers = _budget(answer_bytes, limits.query_s)
@@ -220,7 +225,7 @@ class Engine:
         mode = choose_mode(plan, self.choice, sum(counts), self._batches is not None)
         size = self._group_size(mode)
         self._check_room(mode, min(sum(counts), size))
-        statistics = QueryStatistics.empty(len(plan.blocks), plan.rounds)
+        statistics = QueryStatistics.empty(len(plan.blocks) + len(plan.deep), plan.rounds)
         statistics.mode = mode.name.lower()
         if mode is Mode.PREPARED and self.prepared is not None:
             statistics.background_s = self.prepared.preparation_s
@@ -334,7 +339,8 @@ class Engine:
         if mode is Mode.PREPARED:
             return 0
         plan = self.bundle.plan
-        return max(answer_bytes(plan, plan.blocks[block], NAMES[mode], samples) for block in blocks)
+        together = min(samples, plan.ring.degree)
+        return max((answer_bytes(plan, plan.blocks[b], NAMES[mode], together) for b in blocks), default=0)
 
     def _check_room(self, mode: Mode, samples: int) -> None:
         """Refuse a query of which an answer would not fit, before anything is sent."""
@@ -347,8 +353,11 @@ class Engine:
             )
 
     def _group_size(self, mode: Mode) -> int:
+        plan = self.bundle.plan
+        if plan.deep:  # one upload of a deep block takes as long for one sample as for all slots
+            return min(block.chain.parameters.slots for block in plan.deep)
         if mode is not Mode.PREPARED or self.prepared is None:
-            return self.bundle.plan.ring.degree
+            return plan.ring.degree
         return max(1, min(PREPARED_SAMPLES, PREPARED_BYTES // max(1, self.prepared.preparer.query_bytes)))
 
 

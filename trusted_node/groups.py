@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.errors import HeinferError, InputError
-from heinfer.plan import NodeStep, RoundStep
+from heinfer.plan import DeepStep, NodeStep, RoundStep
 from heinfer.plan.execution import NodeStepError, Tensors
 from heinfer.spans import Span, SpanName
 from heinfer.wire import Mode
 from trusted_node.batches import BatchUpload
+from trusted_node.deep_uploads import DeepUpload
 from trusted_node.delivery import Delivery, Watch
 from trusted_node.modes import NAMES
 from trusted_node.pool import Taken
@@ -94,7 +95,8 @@ class Group:
 
     def run(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
         """Run all steps; the outputs of requests that failed are of no use."""
-        self._last_moment = time.monotonic() + self._engine.limits.query_s
+        limits = self._engine.limits
+        self._last_moment = time.monotonic() + limits.query_s + len(self._plan.deep) * limits.deep_s
         if self._mode is not Mode.PREPARED:
             return self._run_watched(inputs)
         pool = self._engine.prepared
@@ -167,17 +169,57 @@ class Group:
     def _finish_with_zeros(self, position: int) -> None:
         """Run the rounds after a step on zeros, so that the server sees what it always sees."""
         for step in self._plan.steps[position + 1 :]:
-            if isinstance(step, RoundStep):
-                specs = [t for b in step.blocks for t in self._plan.blocks[b].inputs]
-                self._round(step, {t.name: np.zeros((self._samples, *t.shape), np.float32) for t in specs})
+            if isinstance(step, NodeStep):
+                continue
+            blocks = (
+                [self._plan.deep[step.block]]
+                if isinstance(step, DeepStep)
+                else map(self._plan.blocks.__getitem__, step.blocks)
+            )
+            specs = [t for block in blocks for t in block.inputs]
+            self._round(step, {t.name: np.zeros((self._samples, *t.shape), np.float32) for t in specs})
 
-    def _round(self, step: RoundStep, tensors: Tensors) -> dict[str, NDArray[Any]]:
-        """Send the blocks of a round, each by a delivery of its own, and receive them, a few at a time."""
+    def _round(self, step: RoundStep | DeepStep, tensors: Tensors) -> dict[str, NDArray[Any]]:
+        """Send the blocks of a round, each by a delivery of its own, and receive them, a few at a time.
+
+        A plan with deep blocks has larger groups, which other blocks take in parts of N samples.
+        """
+        if isinstance(step, DeepStep):
+            with self._span.child(SpanName.ROUND, mode="deep", samples=self._samples) as span:
+                return self._deep_round(step.block, tensors, span)
         with (
             self._engine.answer_room(step.blocks, self._mode, self._samples),
             self._span.child(SpanName.ROUND, mode=NAMES[self._mode], samples=self._samples) as span,
         ):
-            return self._exchange(step, tensors, span)
+            degree = self._plan.ring.degree
+            if self._mode is Mode.PREPARED or self._samples <= degree:
+                return self._exchange(step, tensors, span)
+            names = {t.name for b in step.blocks for t in self._plan.blocks[b].inputs}
+            parts = []
+            for first in range(0, self._samples, degree):
+                part = {name: tensors[name][first : first + degree] for name in names}
+                parts.append(self._exchange(step, part, span))
+            return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _deep_round(self, index: int, tensors: Tensors, span: Span) -> dict[str, NDArray[Any]]:
+        """Send a deep block and receive it."""
+        engine, block = self._engine, self._plan.deep[index]
+        number = len(self._plan.blocks) + index
+        assert engine.deep is not None  # the constructor has looked
+        delivery = engine.start_delivery(self._last_moment, self._watch, span.child(SpanName.BLOCK, block=number))
+        upload = DeepUpload(engine.bundle, index, delivery, engine.deep, self._statistics, engine.limits)
+        try:
+            values = [self._finite(tensors[t.name], t.name)[0] for t in block.inputs]
+            upload.send(values)
+            result = upload.receive(self._traced)
+        finally:
+            delivery.close()
+            upload.wipe()
+        self._away_s += upload.waited_s
+        self._record(number, "input", values)
+        self._record(number, "output", result.outputs)
+        self._record(number, "bound", result.bounds)
+        return {t.name: y for t, y in zip(block.outputs, result.outputs, strict=True)}
 
     def _exchange(self, step: RoundStep, tensors: Tensors, span: Span) -> dict[str, NDArray[Any]]:
         made: dict[str, NDArray[Any]] = {}

@@ -137,6 +137,7 @@ class LinkSession:
     ) -> None:
         self._protocol = NodeSession(os.urandom(16), plan_hash, blocks, limits)
         self.ends_at = math.inf
+        self._long = False
         self._incoming: deque[Received] = deque()
         self._connection = connect(address, limits, session_framing(limits), security)
 
@@ -182,14 +183,14 @@ class LinkSession:
         self, block: int, samples: int, mode: Mode, rows: bytes | memoryview, attempt: int = 0, trace: bytes = b""
     ) -> int:
         """The first half of `exchange`; returns the request id."""
-        request_id = self._protocol.next_id
+        request_id, self._long = self._protocol.next_id, mode is Mode.DEEP
         for event in self._protocol.upload(block, samples, mode, rows, attempt, trace):
             self._put(event)
         return request_id
 
     def receive(self, request_id: int) -> tuple[BlockAnswer, Iterator[Chunk]]:
-        """The second half of `exchange`."""
-        announcement = self._get()
+        """The second half of `exchange`; for the answer of a deep block it waits until `ends_at`."""
+        announcement = self._get(self._long)
         while isinstance(announcement, AnswerComplete):  # of an answer whose reader stopped at its last chunk
             announcement = self._get()
         if not isinstance(announcement, BlockAnswer) or announcement.request_id != request_id:
@@ -200,6 +201,7 @@ class LinkSession:
         self, block: int, samples: int, mode: Mode = Mode.STANDARD, attempt: int = 0, trace: bytes = b""
     ) -> int:
         """Announce an upload whose rows follow by `send_rows`; return its request id."""
+        self._long = mode is Mode.DEEP
         request = self._protocol.open_request(block, samples, mode, attempt, trace=trace)
         self._put(request)
         return request.request_id
@@ -253,15 +255,15 @@ class LinkSession:
         while self._connection.has_news:
             self._incoming.extend(self._read())
 
-    def _get(self) -> Received:
+    def _get(self, long: bool = False) -> Received:
         if not self._incoming:
-            self._incoming.extend(self._read())
+            self._incoming.extend(self._read(long))
         return self._incoming.popleft()
 
-    def _read(self) -> tuple[Received, ...]:
+    def _read(self, long: bool = False) -> tuple[Received, ...]:
         self._check_time()
         try:
-            message = self._connection.receive()
+            message = self._connection.receive(long, self.ends_at)
             if message is None:
                 raise RemoteProtocolError("the server ended the session")
             return self._protocol.receive(decode_server_event(*message))

@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.operators import ResidueProgram, evaluate_plain
-from heinfer.plan import NodeBundle, Reference, RoundStep, ServerBundle
-from heinfer.plan.execution import NodeStepError, PlanRunner, Tensors, plain_rounds
+from heinfer.plan import DeepStep, NodeBundle, Reference, RoundStep, ServerBundle
+from heinfer.plan.deep import evaluate_deep
+from heinfer.plan.execution import NodeStepError, PlanRunner, Tensors, plain_deep, plain_rounds
 from heinfer.plan.forecast import GROUP_BYTES, GROUP_SAMPLES
 from heinfer.processes import core_count
 from heinfer.ring import NOISE_DEVIATION, self_test
@@ -62,6 +63,7 @@ class Simulator:
 
     def __init__(self, node: NodeBundle, server: ServerBundle, choice: ModeChoice = ModeChoice.AUTO) -> None:
         self._node = node
+        self._server = server
         if choice is ModeChoice.AUTO and node.plan.has_prepared_mode:
             choice = ModeChoice.PREPARED
         self.mode = choose_mode(node.plan, choice, 1)
@@ -92,7 +94,7 @@ class Simulator:
         """
         plan = self._node.plan
         samples = check_inputs(plan, inputs)
-        statistics = QueryStatistics.empty(len(plan.blocks), plan.rounds)
+        statistics = QueryStatistics.empty(len(plan.blocks) + len(plan.deep), plan.rounds)
         statistics.mode = self.mode.name.lower()
         parts: list[dict[str, NDArray[Any]]] = []
         traces: list[dict[str, NDArray[Any]]] = []
@@ -113,7 +115,9 @@ class Simulator:
     ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
         trace: dict[str, NDArray[Any]] = {}
 
-        def run_round(step: RoundStep, tensors: Tensors) -> Tensors:
+        def run_round(step: RoundStep | DeepStep, tensors: Tensors) -> Tensors:
+            if isinstance(step, DeepStep):
+                return self._run_deep(step.block, tensors, traced, statistics, trace)
             made: dict[str, NDArray[Any]] = {}
             for index in step.blocks:
                 block = self._node.plan.blocks[index]
@@ -129,6 +133,23 @@ class Simulator:
         except NodeStepError as error:
             raise DataError(f"the model's own operators failed on these data: {error}") from error
         return {name: _finite(values, name) for name, values in outputs.items()}, trace
+
+    def _run_deep(
+        self, index: int, tensors: Tensors, traced: int, statistics: QueryStatistics, trace: dict[str, NDArray[Any]]
+    ) -> dict[str, NDArray[Any]]:
+        """Evaluate a deep block's polynomials in the clear, and count what lies outside of what was calibrated."""
+        deep, terms, arrays = self._node.plan.deep[index], self._node.deep[index], self._server.arrays
+        inputs = [_finite(tensors[t.name], t.name) for t in deep.inputs]
+        scaled = terms.scale(inputs)
+        found = evaluate_deep(deep, arrays, scaled)
+        outside = sum(o.outside(v * o.range) for o, v in zip(terms.outputs, found, strict=True))
+        statistics.add_outside(terms.outside(scaled), outside)
+        outputs = [o.finish(v).astype(np.float32) for o, v in zip(terms.outputs, found, strict=True)]
+        if traced:
+            bounds = [np.full((traced, *t.shape), np.nan) for t in deep.outputs]
+            number = len(self._node.plan.blocks) + index
+            trace.update(_traced(number, traced, inputs, BlockResult(outputs, bounds)))
+        return {t.name: y for t, y in zip(deep.outputs, outputs, strict=True)}
 
 
 def _traced(index: int, samples: int, values: list[NDArray[Any]], result: BlockResult) -> dict[str, NDArray[Any]]:
@@ -214,7 +235,9 @@ def estimate_error(
     runner = PlanRunner(node.plan, node.submodels)
     generator = np.random.default_rng()
 
-    def noisy(step: RoundStep, tensors: Tensors) -> Tensors:
+    def noisy(step: RoundStep | DeepStep, tensors: Tensors) -> Tensors:
+        if isinstance(step, DeepStep):
+            return plain_deep(node.plan.deep[step.block], server.arrays, node.deep[step.block], tensors)
         made: dict[str, NDArray[Any]] = {}
         for index in step.blocks:
             made.update(_evaluate_noisy(node, server, index, tensors, generator))

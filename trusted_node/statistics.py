@@ -49,6 +49,8 @@ class QueryStatistics:
         pooled: samples whose masks were ready when the query came.
         preparation_s: seconds of preparing the others, before their first upload; summed over groups.
         background_s: seconds of preparing one sample in the background, as of late; None in standard mode.
+        inputs_outside: inputs of deep blocks beyond the range that calibration data showed: for the client alone.
+        outputs_outside: likewise, outputs.
     """
 
     blocks: list[BlockCost]
@@ -61,6 +63,8 @@ class QueryStatistics:
     pooled: int = 0
     preparation_s: float = 0.0
     background_s: float | None = None
+    inputs_outside: int = 0
+    outputs_outside: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _counted: bool = field(default=False, repr=False)
 
@@ -94,6 +98,12 @@ class QueryStatistics:
             first, self._counted = not self._counted, True
             return first
 
+    def add_outside(self, inputs: int = 0, outputs: int = 0) -> None:
+        """Count values of deep blocks that lie outside of what calibration data showed."""
+        with self._lock:
+            self.inputs_outside += inputs
+            self.outputs_outside += outputs
+
     def raise_bounds(self, bound: float, step: float) -> None:
         """Take the bound and the rounding step of results into account."""
         with self._lock:
@@ -102,7 +112,7 @@ class QueryStatistics:
 
     def to_json(self) -> bytes:
         """Return the statistics as JSON."""
-        names = ("rounds", "groups", "node_s", "error_bound", "rounding_step")
+        names = ("rounds", "groups", "node_s", "error_bound", "rounding_step", "inputs_outside", "outputs_outside")
         prepared = ("mode", "pooled", "preparation_s", "background_s")
         content = {name: getattr(self, name) for name in names + prepared}
         return json.dumps({**content, "blocks": [asdict(block) for block in self.blocks]}).encode()

@@ -172,11 +172,11 @@ def _open_seal(parameters: RingParameters) -> SealContext:
 
 def _prepare(parameters: RingParameters) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the node's to handle
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     _seal.append(_open_seal(parameters))
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this worker when the node is gone, however it went: nobody else would."""
     parent = parent_process()
     if parent is not None:

@@ -117,6 +117,10 @@ def node_command(
     unchecked: Annotated[
         bool, typer.Option("--unchecked", help="Do not check the server's answers: it must then be honest.")
     ] = False,
+    calibration: Annotated[
+        bool,
+        typer.Option("--calibration/--no-calibration", help="Calibrate outputs of deep blocks (docs/block-depth.md)."),
+    ] = True,
     trusted_key: TrustedKeyOption = None,
     tls: TlsOption = None,
     tls_ca: CaOption = None,
@@ -182,6 +186,7 @@ def node_command(
         checked=not unchecked,
         memory=room,
         trusted=read_trusted_keys(trusted_key or ()),
+        calibrated=calibration,
         queue=QueueLimits(queries=queue, values_bytes=room, max_delay_s=parse_duration(max_delay)),
     )
     serving.check()
@@ -201,6 +206,8 @@ def node_command(
             models = ModelRepository(folders, settings, watching, Teller(err.print, tell))
             stack.callback(models.close, 0.0)
             models.load_all()
+        if not unchecked and any(models.get(name).plan.deep for name in models.names):
+            err.print("answers of deep blocks are not checked: the server must be honest there (docs/threat-model.md)")
         ways_in = Interfaces(models, models.names[0], serving, watching)
         run_service(
             ways_in,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from heinfer.ring import RingParameters
 from heinfer.spans import NO_TRACER, Tracer
 from heinfer.wire import Address, FailureCode, Limits, MemoryBudget, RefusedError, block_shapes
 from heinfer.wire.security import PlainText, Security
+from trusted_node.deep_workers import DeepPool
 from trusted_node.engine import Engine, QueryResult, default_share
 from trusted_node.link import ServerLink
 from trusted_node.modes import ModeChoice, choose_mode
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 SERVER_WAIT_S: Final = 20.0
 #: Seconds that a pool is filled at most before a model answers.
 POOL_WAIT_S: Final = 10.0
+#: Seconds that a server may say nothing where a plan has deep blocks: one evaluation can take an hour.
+DEEP_REPLY_S: Final = 4 * 3600.0
 _DAY_S: Final = 86_400.0
 
 
@@ -61,6 +64,7 @@ class ModelSettings:
         memory: bytes for uploads that may have to be sent again, and as many for answers, of all models together;
             None: a sixth of the machine's.
         trusted: keys, one of which must have signed each folder; None: no signature is asked for.
+        calibrated: whether outputs of deep blocks are calibrated.
         queue: what may wait for each model.
         tracer: is told of spans.
     """
@@ -74,6 +78,7 @@ class ModelSettings:
     checked: bool = True
     memory: int | None = None
     trusted: TrustedKeys | None = None
+    calibrated: bool = True
     queue: QueueLimits = field(default_factory=QueueLimits)
     tracer: Tracer = NO_TRACER
 
@@ -87,6 +92,7 @@ class Commons:
         self.answers = MemoryBudget(size, wait_s=settings.limits.query_s)
         self._workers = settings.workers
         self._pools: dict[RingParameters, CryptoPool] = {}
+        self.deep = DeepPool(settings.workers)
         self._lock = threading.Lock()
 
     def pool(self, parameters: RingParameters) -> CryptoPool:
@@ -98,6 +104,7 @@ class Commons:
 
     def close(self) -> None:
         """Stop the processes."""
+        self.deep.close()
         for pool in self._pools.values():
             pool.close()
 
@@ -144,6 +151,7 @@ class LoadedModel:
     ) -> None:
         teller = teller or Teller()
         bundle = load_node(folder, settings.trusted)
+        bundle = bundle if settings.calibrated else bundle.uncalibrated()
         self.name = name
         self.plan, self.plan_hash = bundle.plan, bundle.plan_hash
         self.max_samples = MAX_SAMPLES
@@ -159,15 +167,16 @@ class LoadedModel:
             if self._pool is not None:
                 stack.callback(self._pool.close)
             crypto = commons.pool(bundle.plan.ring.parameters)
-            if self._pool is None:
+            if self._pool is None and bundle.plan.blocks:
                 crypto.start()
-            shared = commons.kept, commons.answers
+            shared = commons.kept, commons.answers, commons.deep
             self._engine = Engine(
                 bundle, self._replicas, crypto, settings.limits, self._pool, settings.mode, settings.checked, *shared
             )
             stack.callback(self._engine.close)
             if self._pool is not None:
-                self._engine.warm_up()
+                if not bundle.plan.deep:  # which would take minutes
+                    self._engine.warm_up()
                 _fill(self._pool, teller)
             self._scheduler = Scheduler(self._engine, name, settings.queue, observer, settings.tracer)
             stack.pop_all()
@@ -262,9 +271,11 @@ def find_card(folder: Path, plan_hash: bytes, teller: Teller) -> Mapping[str, An
 
 
 def _connect(bundle: NodeBundle, settings: ModelSettings) -> Replicas:
-    shapes = block_shapes(bundle.plan)
+    shapes, limits = block_shapes(bundle.plan), settings.limits
+    if bundle.plan.deep:
+        limits = replace(limits, reply_s=max(limits.reply_s, DEEP_REPLY_S))
     return Replicas(
-        [ServerLink(a, bundle.plan_hash, shapes, settings.limits, settings.towards_server) for a in settings.servers]
+        [ServerLink(a, bundle.plan_hash, shapes, limits, settings.towards_server) for a in settings.servers]
     )
 
 

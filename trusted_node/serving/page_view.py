@@ -136,12 +136,12 @@ def times(statistics: QueryStatistics, seconds: float) -> Json:
 
 
 def server_view(plan: Plan, mode: str, watched: Watched) -> Json | None:
-    """Return what the server saw of the first block, None where the model has no block or nothing was sent.
+    """Return what the server saw of the first block, None where nothing was sent or that is a deep block.
 
     Raises:
         CiphertextError: what was sent are no residues of the plan's ring.
     """
-    if not plan.blocks or not watched.total:
+    if watched.block >= len(plan.blocks) or not watched.total:
         return None
     block = plan.blocks[watched.block]
     residues = _residues(plan, block, mode, watched.content)
