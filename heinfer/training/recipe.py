@@ -39,6 +39,7 @@ from heinfer.training.settings import (
     Optimiser,
     OptimiserName,
     Output,
+    Polynomials,
     Pretraining,
     Privacy,
     Text,
@@ -58,6 +59,7 @@ __all__ = [
     "Optimiser",
     "OptimiserName",
     "Output",
+    "Polynomials",
     "Pretraining",
     "Privacy",
     "Recipe",
@@ -87,6 +89,7 @@ class Recipe:
         pretraining: training on public data before.
         distillation: learning from a teacher.
         features: how fixed features are computed.
+        polynomials: what activations become before the training, which then begins with trained weights.
         output: what a release holds beside the model.
     """
 
@@ -105,6 +108,7 @@ class Recipe:
     pretraining: Pretraining | None = None
     distillation: Distillation | None = None
     features: Features | None = None
+    polynomials: Polynomials | None = None
     output: Output = Output()
 
 
@@ -121,6 +125,7 @@ _TABLES: Mapping[tuple[str, ...], type] = {
     ("pretraining", "data"): DataSource,
     ("distillation",): Distillation,
     ("features",): Features,
+    ("polynomials",): Polynomials,
     ("output",): Output,
 }
 
@@ -244,6 +249,11 @@ def _contradictions(recipe: Recipe) -> list[str]:
         problems.append(
             "held_out_images: the accuracy on them is a private value that would steer the run unpaid; leave it out, "
             "or set privacy.evaluation_reserve"
+        )
+    if recipe.polynomials is not None and recipe.privacy is not None:
+        problems.append(
+            "polynomials: training goes on without privacy, and the private loop does not know them; leave one of "
+            "[polynomials] and [privacy] out"
         )
     if recipe.features is not None:
         if not recipe.architecture.startswith("scattering") and ":" not in recipe.architecture:

@@ -10,6 +10,7 @@ The folder appears complete or not at all: it is written beside its place and re
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -33,7 +34,7 @@ from heinfer.training.datasets.loading import load_dataset
 from heinfer.training.export import export_network, run_model
 from heinfer.training.interface import describe_interface
 from heinfer.training.recipe import Recipe, read_recipe, recipe_to_json
-from heinfer.training.trainer import train
+from heinfer.training.trainer import Adaptation, train
 
 _logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def _train_into(folder: Path, recipe: Recipe, data: Dataset, progress: Progress 
             f"{recipe.accuracy_floor:.4f}: train longer, change the recipe, or lower accuracy_floor"
         )
     model = export_network(trained.network, data.input_shape)
-    card = make_card(recipe, data, _correct_answers(model, data))
+    card = make_card(recipe, data, _correct_answers(model, data), trained.adaptation)
     onnx.save_model(model, folder / MODEL_FILE)
     (folder / CARD_FILE).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     np.savez_compressed(
@@ -109,13 +110,16 @@ def _train_into(folder: Path, recipe: Recipe, data: Dataset, progress: Progress 
     return card
 
 
-def make_card(recipe: Recipe, data: Dataset, correct: NDArray[np.bool_]) -> dict[str, Any]:
+def make_card(
+    recipe: Recipe, data: Dataset, correct: NDArray[np.bool_], adaptation: Adaptation | None = None
+) -> dict[str, Any]:
     """Say what the model is and how it came about.
 
     Args:
         recipe: what was trained.
         data: what it was trained and tested on.
         correct: for every test record, whether the exported model classifies it correctly.
+        adaptation: how it came to have polynomials, where it has.
 
     Returns:
         The contents of card.json.
@@ -136,6 +140,7 @@ def make_card(recipe: Recipe, data: Dataset, correct: NDArray[np.bool_]) -> dict
         "train_images": len(data.train) - recipe.held_out_images,
         "test_images": len(correct),
         "accuracy": float(correct.mean()),
+        **({} if adaptation is None else {"polynomials": dataclasses.asdict(adaptation)}),
         "samples": {
             "file": SAMPLES_FILE,
             "images": len(samples),

@@ -316,6 +316,27 @@ class Features:
 
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
+class Polynomials:
+    """Polynomials in the place of a trained network's activations; the recipe's epochs then train it on.
+
+    Attributes:
+        start: ONNX model with the trained weights, of the recipe's architecture and its options.
+        degree: of every polynomial; all values of a layer share one.
+        learned: whether coefficients are trained on; otherwise they stay as they were fitted.
+        margin: how far ranges reach beyond what training records show, as a factor.
+        range_penalty: weight in the loss of what leaves the ranges.
+        average_pooling: whether max pooling becomes average pooling; it stays otherwise, and blocks end there.
+    """
+
+    start: Text
+    degree: Annotated[int, Field(strict=True, ge=2, le=7)] = 2
+    learned: Flag = True
+    margin: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] = 1.25
+    range_penalty: NotNegative = 1.0
+    average_pooling: Flag = False
+
+
+@dataclass(frozen=True, slots=True, config=CONFIG)
 class Output:
     """What a release holds beside the model.
 

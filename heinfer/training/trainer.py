@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -25,12 +26,43 @@ from heinfer.training.architectures import build_network
 from heinfer.training.augmentation import augment
 from heinfer.training.datasets.dataset import PIXEL_MAXIMUM, Dataset, Examples
 from heinfer.training.optimisers import make_optimiser, make_schedule
-from heinfer.training.recipe import Recipe
+from heinfer.training.polynomials import (
+    MEASURED_RECORDS,
+    Replacement,
+    check_replaced,
+    excess,
+    fraction_outside,
+    freeze,
+    load_start,
+    replace_activations,
+)
+from heinfer.training.recipe import Polynomials, Recipe
 
 _logger = logging.getLogger(__name__)
 
 #: Images per forward pass when accuracy is measured; bounds memory, does not change the result.
 EVALUATION_BATCH = 1000
+#: Largest length of a gradient while polynomials are trained: where a value leaves its range, gradients explode.
+POLYNOMIAL_CLIP_NORM = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptation:
+    """How a network came to have polynomials.
+
+    Attributes:
+        start_hash: SHA-256 of the model whose weights it started from.
+        start_accuracy: fraction of the test images that model classifies correctly.
+        replaced_accuracy: the same with polynomials, before they were trained.
+        replacements: what became what.
+        test_outside: fraction of the test images that make some value leave its range after training; None before.
+    """
+
+    start_hash: str
+    start_accuracy: float
+    replaced_accuracy: float
+    replacements: tuple[Replacement, ...]
+    test_outside: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +73,13 @@ class TrainedModel:
         network: the trained network, on the CPU, in evaluation mode.
         test_accuracy: fraction of the test images classified correctly.
         held_out_accuracy: the same for the held-out training images; None where the recipe sets none aside.
+        adaptation: where the recipe asks for polynomials; they are constants in the network then.
     """
 
     network: nn.Module
     test_accuracy: float
     held_out_accuracy: float | None
+    adaptation: Adaptation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +95,11 @@ class _Labelled:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def batches(self) -> Iterator[Tensor]:
+        """The records in order, as the network takes them."""
+        for inputs in torch.split(self.inputs, EVALUATION_BATCH):
+            yield _model_inputs(inputs)
 
     def select(self, indices: Tensor) -> _Labelled:
         return _Labelled(self.inputs[indices], self.labels[indices])
@@ -103,16 +142,35 @@ def train(recipe: Recipe, data: Dataset, progress: Progress | None = None) -> Tr
     order = torch.randperm(len(everything), generator=generator)
     held_out = everything.select(order[: recipe.held_out_images])
     kept = everything.select(order[recipe.held_out_images :])
+    test = _Labelled.from_examples(data.test, device)
+    adaptation = None
+    if recipe.polynomials is not None:
+        adaptation = _replace(network, recipe.polynomials, kept, test, data.input_shape)
     _fit(network, recipe, kept, held_out, generator, progress)
 
-    test = _Labelled.from_examples(data.test, device)
     test_accuracy = _accuracy(network, test)
+    if adaptation is not None:
+        adaptation = replace(adaptation, test_outside=fraction_outside(network, test.batches()))
     _logger.info("trained %s: test accuracy %.4f", recipe.name, test_accuracy)
     return TrainedModel(
-        network=network.cpu().eval(),
+        network=network.cpu().eval() if adaptation is None else freeze(network).cpu(),
         test_accuracy=test_accuracy,
         held_out_accuracy=_accuracy(network, held_out) if len(held_out) else None,
+        adaptation=adaptation,
     )
+
+
+def _replace(
+    network: nn.Module, settings: Polynomials, kept: _Labelled, test: _Labelled, input_shape: tuple[int, ...]
+) -> Adaptation:
+    """Take trained weights in, and polynomials in the place of activations."""
+    start_hash = load_start(network, Path(settings.start))
+    before = _accuracy(network, test)
+    made = replace_activations(network, _model_inputs(kept.inputs[:MEASURED_RECORDS]), settings)
+    check_replaced(network, input_shape)
+    after = _accuracy(network, test)
+    _logger.info("%d activations became polynomials: test accuracy %.4f, was %.4f", len(made), after, before)
+    return Adaptation(start_hash, before, after, tuple(made))
 
 
 def _fit(
@@ -124,6 +182,7 @@ def _fit(
     progress: Progress | None,
 ) -> None:
     """Take all steps of the recipe."""
+    settings = recipe.polynomials
     steps = recipe.epochs * math.ceil(len(kept) / recipe.batch_size)
     optimiser = make_optimiser(network.parameters(), recipe.optimiser)
     schedule = make_schedule(optimiser, recipe.optimiser, steps)
@@ -134,8 +193,12 @@ def _fit(
         for batch in _batches(kept, recipe.batch_size, generator):
             images = augment(_model_inputs(batch.inputs), recipe.augmentation, generator)
             loss = functional.cross_entropy(network(images), batch.labels)
+            if settings is not None:
+                loss = loss + settings.range_penalty * excess(network)
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
+            if settings is not None:
+                nn.utils.clip_grad_norm_(network.parameters(), POLYNOMIAL_CLIP_NORM)
             optimiser.step()
             schedule.step()
             total_loss += loss.item() * len(batch)

@@ -145,6 +145,7 @@ def test_declared_ranges_stay_on_the_node(tmp_path: Path) -> None:
         ("resnet", (1, 28, 28), {}, r"unknown architecture 'resnet', did you mean 'resnet20_gn'\?.*lenet5"),
         ("lenet5", (3, 32, 32), {}, r"takes images of shape \(1, 28, 28\)"),
         ("tanh_cnn", (30,), {}, "takes images"),
+        ("lenet5", (1, 28, 28), {"pooling": "averages"}, "unknown pooling 'averages', did you mean 'average'"),
         ("resnet20_gn", (3, 32, 32), {"groups": 5}, "groups = 5 does not divide"),
         ("scattering_cnn", (1, 28, 28), {"groups": 2}, "groups = 2 does not divide"),
         ("scattering_cnn", (1, 28, 28), {"normalisation": "batch"}, "found 'batch'"),
