@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,21 @@ def dense_model(path: Path, seed: int = 1) -> Path:
         {"y": [2]},
         _weights("first", first, rng.normal(size=4)) | _weights("second", rng.normal(size=(2, 4)), rng.normal(size=2)),
     )
+
+
+def tanh_model(path: Path, activations: int = 2, seed: int = 1, soft: bool = False) -> Path:
+    """x (6) -> Gemm -> Tanh -> ... -> Gemm -> y (3), with five values between; soft: the first Tanh is a Softmax."""
+    rng = np.random.default_rng(seed)
+    sizes = [6, *[5] * activations, 3]
+    nodes, constants = [], {}
+    for number, (before, after) in enumerate(pairwise(sizes)):
+        name, last = f"layer{number}", number == activations
+        nodes.append(_gemm(name, f"a{number}" if number else "x", "y" if last else f"h{number}"))
+        if not last:
+            kind = "Softmax" if soft and not number else "Tanh"
+            nodes.append(helper.make_node(kind, [f"h{number}"], [f"a{number + 1}"], name=f"{kind.lower()}{number}"))
+        constants |= _weights(name, rng.normal(size=(after, before)) / np.sqrt(before), rng.normal(size=after) / 4)
+    return save_model(path, nodes, {"x": [6]}, {"y": [3]}, constants)
 
 
 def convolution_model(path: Path) -> Path:

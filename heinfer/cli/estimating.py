@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from heinfer.cli.screen import BundleArgument, JsonOption, ModeOption, duration, out, progress, size, table, write_json
+from heinfer.errors import InputError
 
 if TYPE_CHECKING:
     from heinfer.plan import Plan
@@ -40,6 +41,11 @@ def estimate_command(
 
     link = Link(None if bandwidth is None else parse_bandwidth(bandwidth), 0.0 if rtt is None else parse_duration(rtt))
     plan = read_bundle_plan(bundle)
+    if plan.deep:
+        raise InputError(
+            "deep blocks have no forecast of time and memory: `heinfer inspect` states their bytes, which are exact, "
+            "and `heinfer study block-depth --encrypted` measures the rest"
+        )
     machine, source = read_machine()
     found = _fastest(plan, bundle, mode, batch, machine, link)
     disk = {party: _folder_bytes(bundle / party) for party in ("node", "server")}

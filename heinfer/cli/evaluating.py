@@ -58,6 +58,13 @@ def evaluate_command(
         Path | None, typer.Option("--journal", metavar="FILE", help="Keep finished samples, N at a time, in a file.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what the journal holds.")] = False,
+    calibration: Annotated[
+        bool,
+        typer.Option(
+            "--calibration/--no-calibration",
+            help="Calibrate outputs of deep blocks; with --node: whether that node does.",
+        ),
+    ] = True,
     trusted_key: TrustedKeyOption = None,
     tls: TlsOption = None,
     tls_ca: CaOption = None,
@@ -103,6 +110,7 @@ def evaluate_command(
             through=through,
             journal=journal,
             resume=resume,
+            calibrated=calibration,
             progress=tell,
         )
     show(report)
@@ -125,6 +133,10 @@ def _reference_of(model: Path, plan: Plan) -> Reference:
 
     dimensions = given_dimensions(model, {t.name: t.shape for t in plan.inputs})
     imported, draft, _ = partition_in_memory(model, plan.ring.parameters, dimensions)
+    if plan.deep:
+        raise PlanError(
+            "a bundle with deep blocks is evaluated with the model that it keeps: partition again with --reference"
+        )
     if imported.sha256 != plan.model.sha256 or draft.plan.blocks != plan.blocks:
         raise PlanError(
             f"{model} is not the model of this bundle ({plan.model.name}, sha256 {plan.model.sha256[:16]}...)"
@@ -146,10 +158,15 @@ def show(report: Report) -> None:
         out.print(f"agreement {report.agreement:.2%} ({len(report.disagreements)} samples differ in top-1)")
     for found in report.disagreements[:10]:
         out.print(f"  sample {found.sample}: plain {found.plain}, {other} {found.encrypted}, gap {found.gap:.1e}")
+    bound = "none: polynomials" if report.error_bound is None else f"{report.error_bound:.1e}"
+    estimate = "none: polynomials" if report.error_estimate is None else f"{report.error_estimate:.1e}"
     out.print(
         f"error: largest {report.max_abs_error:.1e}, mean {report.mean_abs_error:.1e}, end-to-end estimate "
-        f"{report.error_estimate:.1e}, bound of the last block {report.error_bound:.1e}"
+        f"{estimate}, bound of the last block {bound}"
     )
+    if report.polynomials is not None:
+        for sentence in report.polynomials.sentences(report.traced_samples):
+            out.print(sentence)
     if costs is None:
         out.print(f"simulated, nothing was encrypted: {report.mode} mode, {report.rounds} rounds")
     else:
@@ -157,6 +174,12 @@ def show(report: Report) -> None:
     out.print(_block_table(report))
     ring = report.parameters
     out.print(f"N = {ring['N']}, log2 q = {ring['log2_q']}, at least {ring['security_bits']} bits of security")
+    for block in report.blocks:
+        if block.deep is not None:
+            out.print(
+                f"deep block {block.block}: N = {block.deep.degree}, log2 q = {block.deep.log2_q}, at least "
+                f"{block.deep.security_bits} bits of security, {block.deep.activations} activations as polynomials"
+            )
     if costs is not None:
         peaks = costs.peak_memory_bytes.items()
         memory = ", ".join(f"{name} {size(peak)}" for name, peak in peaks if peak is not None)
@@ -180,7 +203,7 @@ def _block_table(report: Report) -> object:
     title = f"\nBlocks (errors on {report.traced_samples} samples)"
     blocks = table(*columns, title=title, right=tuple(range(2, len(columns))))
     for block in report.blocks:
-        errors = (f"{block.measured_error:.1e}", f"{block.error_bound:.1e}")
+        errors = (f"{block.measured_error:.1e}", block.bound_text)
         blocks.add_row(str(block.block), ", ".join(block.operators), *_cost_cells(block), *errors)
     return blocks
 

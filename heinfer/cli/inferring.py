@@ -125,7 +125,9 @@ def _ask(model: RemoteModel, x: Any) -> dict[str, Any]:
         "prepared_before": answer.statistics["pooled"],
         "preparation_s": answer.statistics["preparation_s"],
         "rounds": answer.statistics["rounds"],
-        "error_bound": answer.statistics["error_bound"],
+        "error_bound": answer.statistics["error_bound"] or None,  # 0 where no last block has one
+        "inputs_outside": answer.statistics["inputs_outside"],
+        "outputs_outside": answer.statistics["outputs_outside"],
     }
 
 
@@ -138,12 +140,19 @@ def _show(result: Any, figures: dict[str, Any], most: int = 10) -> None:
         out.print(str(result[:most]))
     if len(result) > most:
         out.print(f"... and {len(result) - most} more")
+    bound = figures["error_bound"]
+    error = "no error bound: polynomials" if bound is None else f"last block's error at most {bound:.1e}"
     out.print(
         f"{figures['samples']} sample(s) in {duration(figures['seconds'])} in {figures['mode']} mode"
         f"{_preparation(figures)}, {figures['rounds']} rounds, "
-        f"{size(figures['bytes_up'])} up, {size(figures['bytes_down'])} down, last block's error at most "
-        f"{figures['error_bound']:.1e}"
+        f"{size(figures['bytes_up'])} up, {size(figures['bytes_down'])} down, {error}"
     )
+    outside = figures["inputs_outside"], figures["outputs_outside"]
+    if any(outside):
+        out.print(
+            f"Outside of the ranges that calibration data showed: {outside[0]:,} inputs and {outside[1]:,} outputs of "
+            "deep blocks; their polynomials may be far off"
+        )
 
 
 def _preparation(figures: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""heinfer train --sweep-epsilon, heinfer study dp: what is measured with seeded runs, which are not private."""
+"""heinfer train --sweep-epsilon, heinfer study: what is measured with seeded runs, which are not private."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from heinfer.cli.depth_study import depth_study_command
 from heinfer.cli.screen import JsonOption, err, out, progress, table, write_json
 from heinfer.errors import InputError
 from heinfer.processes import core_count
@@ -21,13 +22,9 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Add the group of commands."""
     group = typer.Typer(help="Studies: what popular claims are worth, measured.", no_args_is_help=True)
-    group.callback()(_group)
     group.command("dp")(study_command)
+    group.command("block-depth")(depth_study_command)
     app.add_typer(group, name="study")
-
-
-def _group() -> None:
-    """Keep `dp` a command of its own."""
 
 
 def sweep(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from heinfer.client.report import Report
+from heinfer.client.report import NO_BOUND, Report
 from heinfer.client.svg import circle, drawing, group, line, rectangle, shortened, text
 
 #: Units of all drawings: labels to the left, figures to the right, the chart between them.
@@ -83,10 +83,15 @@ def stacked_bars(bars: Sequence[Bar], series: Sequence[Series], unit: Callable[[
 
 
 def error_chart(report: Report) -> str:
-    """Draw the measured error of every block beside its bound, and of the whole model beside its estimate."""
-    rows = [(block_label(b.block, b.operators), b.measured_error, b.error_bound) for b in report.blocks]
+    """Draw the measured error of every block beside its bound, and of the whole model beside its estimate.
+
+    Deep blocks, and models that have some, have no bound; their measured error stands alone.
+    """
+    rows: list[tuple[str, float, float | None]] = [
+        (block_label(b.block, b.operators), b.measured_error, b.error_bound) for b in report.blocks
+    ]
     rows.append(("whole model: largest error, and estimate", report.max_abs_error, report.error_estimate))
-    positive = [value for _, *values in rows for value in values if value > _SMALLEST_ERROR]
+    positive = [value for _, *values in rows for value in values if value is not None and value > _SMALLEST_ERROR]
     low = math.floor(math.log10(min(positive, default=1e-6)))
     high = max(math.ceil(math.log10(max(positive, default=1.0))), low + 1)
     scale = (_RIGHT - _LEFT) / (high - low)
@@ -95,20 +100,22 @@ def error_chart(report: Report) -> str:
     def place(value: float) -> float:
         return _LEFT + (math.log10(value) - low) * scale if value > _SMALLEST_ERROR else _LEFT
 
-    marks = [10.0**exponent for exponent in range(low, high + 1, step)]
-    parts = _axis(marks, place, "{:.0e}".format, len(rows))
+    exponents = [10.0**exponent for exponent in range(low, high + 1, step)]
+    parts = _axis(exponents, place, "{:.0e}".format, len(rows))
     for row, (label, error, bound) in enumerate(rows):
         top = _HEAD + row * _ROW
         middle = top + _ROW / 2
-        words = f"{error:.1e} of {bound:.1e}"
+        words = f"{error:.1e}, {NO_BOUND}" if bound is None else f"{error:.1e} of {bound:.1e}"
+        marks = [circle(place(error), middle, 5, "error")]
+        if bound is not None:
+            span = line(place(error), middle, place(bound), middle, "span")
+            marks = [span, *marks, rectangle(place(bound) - 2, middle - 8, 4, 16, "bound")]
         whole = row == len(report.blocks)
         parts.append(
             group(
                 f"{label}: {words}",
                 _label(label, top, "strong" if whole else ""),
-                line(place(error), middle, place(bound), middle, "span"),
-                circle(place(error), middle, 5, "error"),
-                rectangle(place(bound) - 2, middle - 8, 4, 16, "bound"),
+                *marks,
             )
         )
         parts.append(text(_RIGHT + 12, top + 16, words))

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heinfer.client.report import BlockCosts, BlockReport, Disagreement
-from heinfer.plan import Plan, Reference
+from heinfer.client.report import BlockCosts, BlockReport, DeepRing, Disagreement
+from heinfer.plan import NodeBundle, Plan, Reference
+from heinfer.plan.deep import DeepBlock
+from heinfer.plan.execution import plain_deep
 
 
 def compare_outputs(plain: NDArray[Any], encrypted: NDArray[Any], labels: NDArray[Any] | None) -> dict[str, Any]:
@@ -74,3 +76,45 @@ def report_block(
         error_bound=bounded,
         error_to_bound=quotient,
     )
+
+
+def report_deep_block(
+    node: NodeBundle, index: int, costs: BlockCosts | None, reference: Reference, trace: dict[str, NDArray[Any]]
+) -> BlockReport:
+    """Compare a deep block's traced outputs with its own polynomials in float64, on the traced inputs.
+
+    Args:
+        node: the node's folder, calibrated or not as the run was.
+        index: of the deep block.
+        costs: over all samples; None in a simulation.
+        reference: the server's arrays.
+        trace: as `trusted_node.engine.Engine.infer` names it; deep blocks count after the others.
+    """
+    block, number = node.plan.deep[index], len(node.plan.blocks) + index
+    inputs = {t.name: trace[f"trace/{number}/input/{i}"] for i, t in enumerate(block.inputs)}
+    expected = plain_deep(block, reference.arrays, node.deep[index], inputs)
+    errors = [
+        np.abs(trace[f"trace/{number}/output/{i}"].astype(np.float64) - expected[t.name])
+        for i, t in enumerate(block.outputs)
+    ]
+    return BlockReport(
+        block=number,
+        operators=list(block.operators),
+        costs=costs,
+        measured_error=max(float(error.max()) for error in errors),
+        error_bound=None,
+        error_to_bound=None,
+        deep=DeepRing(**deep_figures(block)),
+    )
+
+
+def deep_figures(block: DeepBlock) -> dict[str, int]:
+    """Return N, log2 of all moduli, security bits, layers and activations of a deep block."""
+    chain = block.chain.parameters
+    return {
+        "degree": chain.degree,
+        "log2_q": chain.bits,
+        "security_bits": chain.security_bits,
+        "layers": len(block.layers),
+        "activations": sum(layer.activation != "none" for layer in block.layers),
+    }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,10 @@ from heinfer.plan import TensorSpec
 
 #: What numpy raises for a file that is missing, malformed, pickled, or announces more than there is memory.
 _UNREADABLE = (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
+
+
+#: Samples that calibration takes: ranges and fits hardly move beyond, and the exact model runs on them.
+CALIBRATION_SAMPLES: Final = 2_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,44 @@ def load_data(
     if samples is not None and samples > len(x):
         notes.append(f"{len(x)} samples, fewer than the {samples} asked for")
     return DataSet(x[:samples], y, tuple(notes))
+
+
+def load_calibration(
+    path: Path,
+    specs: Sequence[TensorSpec],
+    *,
+    x_key: str = "x",
+    divide: float | None = None,
+    most: int = CALIBRATION_SAMPLES,
+) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+    """Read samples to calibrate deep blocks with, evenly taken from a data set where it holds more than are needed.
+
+    Args:
+        path: .npz file, as for `load_data`.
+        specs: the model's inputs; a model of several finds each under its own name.
+        x_key: name of the samples, for a model of one input.
+        divide: divisor, for integers.
+        most: how many are taken.
+
+    Returns:
+        Samples by input, and what was done to make them fit.
+
+    Raises:
+        InputError: as for `load_data`, or inputs have different numbers of samples.
+    """
+    taken, notes, counts = {}, [], set()
+    for spec in specs:
+        found = load_data(path, spec, x_key=x_key if len(specs) == 1 else spec.name, divide=divide)
+        counts.add(len(found.x))
+        chosen = np.arange(min(most, len(found.x))) * len(found.x) // min(most, len(found.x))
+        taken[spec.name] = found.x[chosen]
+        notes += [note for note in found.notes if note not in notes]
+    if len(counts) != 1:
+        raise InputError(f"{path}: expected as many samples for every input, found {sorted(counts)}")
+    (count,) = counts
+    if count > most:
+        notes.append(f"calibration: {most:,} of {count:,} samples, evenly taken")
+    return taken, tuple(notes)
 
 
 def load_query(path: Path, spec: TensorSpec, divide: float | None = None) -> DataSet:

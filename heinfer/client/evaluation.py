@@ -1,7 +1,7 @@
 """Evaluate a bundle on a data set: plain beside encrypted, in three processes over real sockets.
 
 x --> onnxruntime, the original model -----------------------> plain outputs -+
-x --> node --> server --> node, in groups of N samples ------> outputs -------+--> Report
+x --> node --> server --> node, in full batches -------------> outputs -------+--> Report
                     values around every block, first samples ----> errors, bounds +
 
 Or plain beside simulated: the same integers and the same noise in this process, nothing encrypted, no costs.
@@ -14,32 +14,34 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from heinfer.client.comparison import compare_outputs, report_block
+from heinfer.client.comparison import compare_outputs, report_block, report_deep_block
 from heinfer.client.data import fit
 from heinfer.client.environment import machine_name, versions
 from heinfer.client.journal import FinishedChunk, Journal, Task, open_journal, sample_hash
 from heinfer.client.local import LocalModel, local, peak_memory_bytes
 from heinfer.client.remote import RemoteModel
-from heinfer.client.report import BlockCosts, Costs, Report
+from heinfer.client.report import BlockCosts, BlockReport, Costs, Polynomials, Report
 from heinfer.errors import InputError
 from heinfer.plan import (
+    DeepStep,
     NodeBundle,
     Plan,
     Reference,
+    RoundStep,
     ServerBundle,
     load_node,
     load_reference,
     load_server,
     read_bundle_plan,
 )
-from heinfer.plan.execution import open_original
+from heinfer.plan.execution import PlanRunner, open_original, plain_rounds
 from heinfer.plan.forecast import prepared_bytes
 from heinfer.plan.signing import read_trusted_keys
 from heinfer.processes import core_count
@@ -69,6 +71,7 @@ def evaluate(
     through: RemoteModel | None = None,
     journal: str | Path | None = None,
     resume: bool = False,
+    calibrated: bool = True,
     progress: Progress | None = None,
 ) -> Report:
     """Evaluate a bundle.
@@ -85,6 +88,7 @@ def evaluate(
             are started for the evaluation.
         journal: a file for finished chunks of samples, which a run that was cut off need not evaluate again.
         resume: go on with what the journal holds; without, one that holds chunks is refused.
+        calibrated: whether outputs of deep blocks are calibrated; with `through`, whether that node does so.
         progress: called with (phase, done, total) as work advances.
 
     Raises:
@@ -111,18 +115,22 @@ def evaluate(
     traced = x[:TRACED_SAMPLES]
     tell("estimate", 0, 1)
     node, server = load_node(folder / "node"), load_server(folder / "server")
-    estimate = estimate_error(node, server, reference, {plan.inputs[0].name: traced})
+    estimate = None  # what noise does; polynomials do more
+    if not plan.deep:
+        estimate = estimate_error(node, server, reference, {plan.inputs[0].name: traced})
     tell("estimate", 1, 1)
+    as_run = node if calibrated else node.uncalibrated()
     if simulate:
-        run = _run_simulated(node, server, x, ModeChoice(mode), tell)
+        run = _run_simulated(as_run, server, x, ModeChoice(mode), tell)
     else:
         if through is not None and through.description.plan_hash != node.plan_hash:
             raise InputError(f"the node at {through.address} serves another bundle than {folder}")
         with ExitStack() as stack:
-            task = Task(node.plan_hash.hex(), sample_hash(x), len(x), mode, plan.ring.degree)
+            asked = mode if calibrated else f"{mode}, not calibrated"
+            task = Task(node.plan_hash.hex(), sample_hash(x), len(x), asked, chunk_samples(plan))
             kept = None if journal is None else stack.enter_context(open_journal(Path(journal), task, resume))
             model = through or stack.enter_context(
-                local(folder, allow_trace=True, mode=mode, trusted_keys=trusted_keys)
+                local(folder, allow_trace=True, mode=mode, trusted_keys=trusted_keys, calibrated=calibrated)
             )
             run = _run_encrypted(model, plan, x, kept, tell)
     return Report(
@@ -131,23 +139,73 @@ def evaluate(
         simulated=simulate,
         samples=len(x),
         **compare_outputs(plain, run.outputs, labels),
-        error_bound=run.error_bound,
+        error_bound=run.error_bound if _ends_bounded(plan) else None,
         error_estimate=estimate,
         plain_s=plain_s,
         costs=run.costs,
         rounds=plan.rounds,
-        blocks=[report_block(plan, i, costs, reference, run.trace) for i, costs in enumerate(run.blocks)],
+        blocks=_report_blocks(as_run, run, reference),
         traced_samples=len(traced),
         parameters=ring_figures(plan),
         versions=versions(),
         machine=machine_name(),
         cores=core_count(),
+        polynomials=_compare_polynomials(node, reference, calibrated, plain, traced, run) if plan.deep else None,
+    )
+
+
+def chunk_samples(plan: Plan) -> int:
+    """Return how many samples share uploads: N; where there are deep blocks, the slots of the smallest of them."""
+    if plan.deep:
+        return min(block.chain.parameters.slots for block in plan.deep)
+    return plan.ring.degree
+
+
+def _ends_bounded(plan: Plan) -> bool:
+    """Return whether the last block is one whose error has a bound."""
+    last = [step for step in plan.steps if isinstance(step, RoundStep | DeepStep)][-1]
+    return isinstance(last, RoundStep)
+
+
+def _report_blocks(node: NodeBundle, run: _Run, reference: Reference) -> list[BlockReport]:
+    linear = len(node.plan.blocks)
+    return [
+        report_block(node.plan, index, costs, reference, run.trace)
+        if index < linear
+        else report_deep_block(node, index - linear, costs, reference, run.trace)
+        for index, costs in enumerate(run.blocks)
+    ]
+
+
+def _compare_polynomials(
+    node: NodeBundle, reference: Reference, calibrated: bool, plain: NDArray[Any], traced: NDArray[Any], run: _Run
+) -> Polynomials:
+    """Say what deep blocks did to the outputs, and evaluate the traced samples with and without their calibration."""
+    plan, runner = node.plan, PlanRunner(node.plan, node.submodels)
+    errors = []
+    for terms in (node.deep, node.uncalibrated().deep):
+        evaluate_round = plain_rounds(plan, replace(reference, deep=terms))
+        found = runner.run({plan.inputs[0].name: traced}, evaluate_round)[plan.outputs[0].name]
+        error = np.abs(found.astype(np.float64) - plain[: len(traced)])
+        errors.append((float(error.max()), float(error.mean())))
+    samples = len(plain)
+    return Polynomials(
+        calibrated=calibrated,
+        calibrated_error=errors[0],
+        uncalibrated_error=errors[1],
+        inputs=samples * sum(block.input_count for block in plan.deep),
+        inputs_outside=run.outside[0],
+        outputs=samples * sum(block.output_count for block in plan.deep),
+        outputs_outside=run.outside[1],
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Outputs and trace of all samples; `costs` and those of `blocks` are None in a simulation."""
+    """Outputs and trace of all samples; `costs` and those of `blocks` are None in a simulation.
+
+    `outside` counts inputs and outputs of deep blocks beyond what calibration data showed.
+    """
 
     outputs: NDArray[Any]
     mode: str
@@ -155,6 +213,7 @@ class _Run:
     costs: Costs | None
     blocks: Sequence[BlockCosts | None]
     trace: dict[str, NDArray[Any]]
+    outside: tuple[int, int]
 
 
 def _run_simulated(node: NodeBundle, server: ServerBundle, x: NDArray[Any], choice: ModeChoice, tell: Progress) -> _Run:
@@ -165,12 +224,14 @@ def _run_simulated(node: NodeBundle, server: ServerBundle, x: NDArray[Any], choi
     )
     statistics = result.statistics
     outputs = result.outputs[plan.outputs[0].name]
-    return _Run(outputs, statistics.mode, statistics.error_bound, None, [None] * len(plan.blocks), result.trace)
+    blocks = [None] * len(statistics.blocks)
+    outside = statistics.inputs_outside, statistics.outputs_outside
+    return _Run(outputs, statistics.mode, statistics.error_bound, None, blocks, result.trace, outside)
 
 
 def _run_encrypted(model: RemoteModel, plan: Plan, x: NDArray[Any], journal: Journal | None, tell: Progress) -> _Run:
     queries = _run_queries(model, plan, x, journal, tell)
-    latency = _measure_latency(model, x[:1], tell)
+    latency = _measure_deep_latency(model, x[:1], tell) if plan.deep else _measure_latency(model, x[:1], tell)
     memory: dict[str, int | None] = {"server": None, "node": None}
     start_s = 0.0
     if isinstance(model, LocalModel):
@@ -192,7 +253,7 @@ def _run_encrypted(model: RemoteModel, plan: Plan, x: NDArray[Any], journal: Jou
         node_operators_s=queries.node_s,
         peak_memory_bytes=memory,
     )
-    return _Run(queries.outputs, queries.mode, queries.error_bound, costs, blocks, queries.trace)
+    return _Run(queries.outputs, queries.mode, queries.error_bound, costs, blocks, queries.trace, queries.outside)
 
 
 def _block_costs(totals: dict[str, Any]) -> BlockCosts:
@@ -211,15 +272,16 @@ class _Queries:
     node_s: float
     blocks: list[dict[str, Any]]
     trace: dict[str, NDArray[Any]]
+    outside: tuple[int, int]
 
 
 def _run_queries(model: RemoteModel, plan: Plan, x: NDArray[Any], journal: Journal | None, tell: Progress) -> _Queries:
-    """Send all samples, N at a time, several queries in flight; the first query also traces its leading samples.
+    """Send all samples, a full batch at a time, several queries in flight; the first also traces its leading samples.
 
     Chunks that the journal holds are not sent, and every other one is in the journal before it counts.
     """
-    degree, name = plan.ring.degree, plan.outputs[0].name
-    starts = range(0, len(x), degree)
+    size, name = chunk_samples(plan), plan.outputs[0].name
+    starts = range(0, len(x), size)
     finished = dict(journal.chunks) if journal is not None else {}
     earlier_s = max((chunk.elapsed_s for chunk in finished.values()), default=0.0)
     done = sum(len(chunk.outputs) for chunk in finished.values())
@@ -227,7 +289,7 @@ def _run_queries(model: RemoteModel, plan: Plan, x: NDArray[Any], journal: Journ
     started = time.perf_counter()
     with ThreadPoolExecutor(QUERIES_IN_FLIGHT) as pool:
         futures = {
-            pool.submit(model.query, x[s : s + degree], statistics=True, trace_samples=0 if s else TRACED_SAMPLES): s
+            pool.submit(model.query, x[s : s + size], statistics=True, trace_samples=0 if s else TRACED_SAMPLES): s
             for s in starts
             if s not in finished
         }
@@ -244,7 +306,7 @@ def _run_queries(model: RemoteModel, plan: Plan, x: NDArray[Any], journal: Journ
         finally:
             for future in futures:
                 future.cancel()
-    return _sum_up([finished[s] for s in starts], len(plan.blocks))
+    return _sum_up([finished[s] for s in starts], len(plan.blocks) + len(plan.deep))
 
 
 def _sum_up(chunks: list[FinishedChunk], blocks: int) -> _Queries:
@@ -262,6 +324,10 @@ def _sum_up(chunks: list[FinishedChunk], blocks: int) -> _Queries:
         node_s=sum(chunk.statistics["node_s"] for chunk in chunks),
         blocks=totals,
         trace=chunks[0].trace,
+        outside=(
+            sum(chunk.statistics["inputs_outside"] for chunk in chunks),
+            sum(chunk.statistics["outputs_outside"] for chunk in chunks),
+        ),
     )
 
 
@@ -288,6 +354,16 @@ def _measure_latency(model: RemoteModel, x: NDArray[Any], tell: Progress) -> _La
         tell("latency", len(times), count)
     tell("latency", count, count)
     return _Latency(float(np.median(times)), mode, preparation_s)
+
+
+def _measure_deep_latency(model: RemoteModel, x: NDArray[Any], tell: Progress) -> _Latency:
+    """Return the time of one query: it takes as long as a full batch, minutes perhaps."""
+    tell("latency", 0, 1)
+    started = time.perf_counter()
+    mode = model.query(x, statistics=True).statistics["mode"]
+    seconds = time.perf_counter() - started
+    tell("latency", 1, 1)
+    return _Latency(seconds, mode, None)
 
 
 def run_reference(content: bytes, x: NDArray[Any], advance: Callable[[int], None]) -> NDArray[Any]:

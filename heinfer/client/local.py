@@ -114,6 +114,7 @@ def local(
     mode: str = "auto",
     prepared: int | None = None,
     trusted_keys: Sequence[str | Path] = (),
+    calibrated: bool = True,
 ) -> Iterator[LocalModel]:
     """Start an untrusted server and a trusted node on this machine, and connect to the node.
 
@@ -123,6 +124,7 @@ def local(
         mode: "auto", "standard" or "prepared".
         prepared: queries that the node keeps prepared; None: 16, or as many as 2 GiB hold.
         trusted_keys: files of public keys, one of which must have signed the bundle; none: no signature is asked for.
+        calibrated: whether the node calibrates outputs of deep blocks.
 
     Raises:
         PlanError: the bundle is incomplete, or not signed by anybody trusted.
@@ -138,6 +140,7 @@ def local(
     try:
         address = server.wait_ready()
         options = [*trusted, "--mode", mode, *(["--allow-trace"] if allow_trace else [])]
+        options += [] if calibrated else ["--no-calibration"]
         if prepared is not None:
             options += ["--prepared", str(prepared)]
         node = Role("node", ["node", str(folder / "node"), "--server", address, *options])

@@ -24,7 +24,8 @@ _MOST_CLASSES, _MOST_SAMPLES = 20, 20
 _TIMES = (Series("node: encrypts and decrypts", "node"), Series("server", "server"), Series("wire and queues", "wire"))
 _BYTES = (Series("up, to the server", "up"), Series("down, to the node", "down"))
 
-_CSS = """
+#: Style of all pages of ours.
+CSS = """
 :root { color-scheme: light dark; --ink: #16191d; --faint: #565d66; --page: #fff; --rule: #d5d9de; --panel: #f5f7f9;
   --node: #0072b2; --server: #e69f00; --wire: #009e73; --up: #cc79a7; --down: #56b4e9; --plain: #7d858e;
   --bound: #d55e00; }
@@ -103,22 +104,28 @@ def render_page(report: Report, plan: Plan) -> str:
     if report.costs is not None:
         sections.append(_costs(report, report.costs))
     sections += [_partition(report, plan), _table(report)]
+    body = f"""<h1>{name}</h1>
+<p class="sub">{kind} beside the plain model on {report.samples:,} samples, {escape(report.mode)} mode</p>
+{_SIMULATED if report.simulated else ""}
+<div class="tiles">{"".join(_tiles(report))}</div>
+{"".join(sections)}
+<footer>{escape(_origin(report))}</footer>"""
+    return document(f"{name}: {kind}", body)
+
+
+def document(title: str, body: str, style: str = "") -> str:
+    """Return a whole page: title and body, escaped already, and rules beside those of every page of ours."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{name}: {kind}</title>
-<style>{_CSS}</style>
+<title>{title}</title>
+<style>{CSS}{style}</style>
 </head>
 <body>
-<h1>{name}</h1>
-<p class="sub">{kind} beside the plain model on {report.samples:,} samples, {escape(report.mode)} mode</p>
-{_SIMULATED if report.simulated else ""}
-<div class="tiles">{"".join(_tiles(report))}</div>
-{"".join(sections)}
-<footer>{escape(_origin(report))}</footer>
+{body}
 </body>
 </html>
 """
@@ -133,21 +140,20 @@ _SIMULATED = (
 def _tiles(report: Report) -> Iterable[str]:
     """The figures that are asked for first."""
     if report.accuracy_plain is not None and report.accuracy_encrypted is not None:
-        yield _tile(f"{report.accuracy_encrypted:.2%}", "accuracy", f"plain {report.accuracy_plain:.2%}")
+        yield tile(f"{report.accuracy_encrypted:.2%}", "accuracy", f"plain {report.accuracy_plain:.2%}")
     if report.agreement is not None:
-        yield _tile(f"{report.agreement:.2%}", "agreement", f"{len(report.disagreements):,} samples differ in top-1")
-    yield _tile(f"{report.max_abs_error:.1e}", "largest error of an output", f"estimate {report.error_estimate:.1e}")
+        yield tile(f"{report.agreement:.2%}", "agreement", f"{len(report.disagreements):,} samples differ in top-1")
+    yield tile(f"{report.max_abs_error:.1e}", "largest error of an output", f"estimate {report.estimate_text}")
     costs = report.costs
     if costs is not None:
-        yield _tile(
-            duration(costs.latency_s), "one query, median", f"{costs.latency_mode} mode, {report.rounds} rounds"
-        )
-        yield _tile(f"{rate(costs.images_per_s)} / s", "samples", f"{duration(costs.seconds)} for all")
+        yield tile(duration(costs.latency_s), "one query, median", f"{costs.latency_mode} mode, {report.rounds} rounds")
+        yield tile(f"{rate(costs.images_per_s)} / s", "samples", f"{duration(costs.seconds)} for all")
         up, down = (size(amount / report.samples) for amount in (costs.bytes_up, costs.bytes_down))
-        yield _tile(size((costs.bytes_up + costs.bytes_down) / report.samples), "a sample", f"{up} up, {down} down")
+        yield tile(size((costs.bytes_up + costs.bytes_down) / report.samples), "a sample", f"{up} up, {down} down")
 
 
-def _tile(figure: str, name: str, detail: str) -> str:
+def tile(figure: str, name: str, detail: str) -> str:
+    """Return a figure that is asked for first."""
     return f'<div class="tile"><span>{escape(name)}</span><b>{escape(figure)}</b><span>{escape(detail)}</span></div>'
 
 
@@ -190,6 +196,11 @@ def _confusion(found: list[Disagreement], other: str) -> str:
 
 def _samples(report: Report, other: str) -> str:
     found = report.disagreements
+    errors = (
+        f"errors come of polynomials, {report.max_abs_error:.1e} at most"
+        if report.error_estimate is None
+        else f"errors are estimated at {report.error_estimate:.1e}"
+    )
     rows = "".join(
         f"<tr><td>{d.sample}</td><td>{'' if d.label is None else d.label}</td><td>{d.plain}</td><td>{d.encrypted}</td>"
         f"<td>{d.gap:.1e}</td></tr>"
@@ -197,19 +208,43 @@ def _samples(report: Report, other: str) -> str:
     )
     more = "" if len(found) <= _MOST_SAMPLES else f" The first {_MOST_SAMPLES} of {len(found):,}."
     return (
-        f'<p class="note">The gap is how far apart the two classes are in the plain output; errors are estimated at '
-        f"{report.error_estimate:.1e}.{more}</p><table><tr><th>sample</th><th>label</th><th>plain</th><th>{other}</th>"
+        f'<p class="note">The gap is how far apart the two classes are in the plain output; '
+        f"{errors}.{more}</p><table><tr><th>sample</th><th>label</th><th>plain</th><th>{other}</th>"
         f"<th>gap</th></tr>{rows}</table>"
     )
 
 
 def _errors(report: Report) -> str:
     key = legend(Series("largest error measured", "error"), Series("bound; estimate for the whole model", "bound"))
+    last = (
+        ""
+        if report.error_bound is None
+        else f" Results of the last block are rounded, within {report.error_bound:.1e}."
+    )
+    if report.polynomials is not None:
+        last += " Deep blocks are measured against their own polynomials, which have no bound."
     return (
         f"<h2>Error against bound</h2>{key}"
         f'<p class="note">Of each block against a float64 evaluation on the same input, over {report.traced_samples} '
-        f"samples; logarithmic scale. Results of the last block are rounded, within {report.error_bound:.1e}.</p>"
-        f'<div class="wide">{error_chart(report)}</div>'
+        f"samples; logarithmic scale.{last}</p>"
+        f'<div class="wide">{error_chart(report)}</div>{_polynomials(report)}'
+    )
+
+
+def _polynomials(report: Report) -> str:
+    """Say what deep blocks did; nothing where there are none."""
+    if report.polynomials is None:
+        return ""
+    rows = "".join(
+        f"<tr><td>{block.block}</td><td>{block.deep.degree:,}</td><td>{block.deep.log2_q}</td>"
+        f"<td>{block.deep.security_bits}</td><td>{block.deep.layers}</td><td>{block.deep.activations}</td></tr>"
+        for block in report.blocks
+        if block.deep is not None
+    )
+    words = "".join(f"<p>{escape(sentence)}</p>" for sentence in report.polynomials.sentences(report.traced_samples))
+    return (
+        f"<h2>Deep blocks</h2>{words}<table><tr><th>block</th><th>N</th><th>log2 q</th><th>bits of security</th>"
+        f"<th>layers</th><th>activations</th></tr>{rows}</table>"
     )
 
 
@@ -253,7 +288,8 @@ def _row(block: BlockReport) -> str:
     if block.costs is not None:
         cells += [f"{amount:.3f}" for amount in (block.costs.node_s, block.costs.server_s, block.costs.wire_s)]
         cells += [size(block.costs.bytes_up), size(block.costs.bytes_down)]
-    cells += [f"{block.measured_error:.1e}", f"{block.error_bound:.1e}", f"{block.error_to_bound:.1%}"]
+    share = "" if block.error_to_bound is None else f"{block.error_to_bound:.1%}"
+    cells += [f"{block.measured_error:.1e}", block.bound_text, share]
     words = escape(", ".join(block.operators))
     return f'<tr><td>{block.block}</td><td class="words">{words}</td>{"".join(f"<td>{c}</td>" for c in cells)}</tr>'
 
@@ -261,6 +297,8 @@ def _row(block: BlockReport) -> str:
 def _origin(report: Report) -> str:
     ring = report.parameters
     parts = [f"N = {ring['N']}, log2 q = {ring['log2_q']}, at least {ring['security_bits']} bits of security"]
+    if report.polynomials is not None:
+        parts[0] += " (deep blocks: see there)"
     if report.costs is not None:
         peaks = report.costs.peak_memory_bytes.items()
         memory = ", ".join(f"{name} {size(peak)}" for name, peak in peaks if peak is not None)

@@ -18,7 +18,7 @@ from textwrap import wrap
 from heinfer.client.charts import WIDTH
 from heinfer.client.report import Report
 from heinfer.client.svg import LETTER, drawing, group, path, rectangle, text
-from heinfer.plan import NodeStep, Plan, TensorSpec
+from heinfer.plan import DeepStep, NodeStep, Plan, TensorSpec
 from heinfer.units import size
 
 _TOP, _GAP, _LINE, _MARGIN = 34.0, 16.0, 16.0, 12.0
@@ -117,6 +117,11 @@ def _boxes(plan: Plan) -> list[_Box]:
             boxes.append(_Box(None, "", step.operators, step.inputs, step.outputs))
             continue
         round_number += 1
+        if isinstance(step, DeepStep):
+            deep, index = plan.deep[step.block], len(plan.blocks) + step.block
+            reads, makes = (tuple(t.name for t in tensors) for tensors in (deep.inputs, deep.outputs))
+            boxes.append(_Box(index, f"deep block {step.block}, round {round_number}", deep.operators, reads, makes))
+            continue
         for index in step.blocks:
             block = plan.blocks[index]
             reads, makes = (tuple(t.name for t in tensors) for tensors in (block.inputs, block.outputs))
@@ -220,12 +225,15 @@ def _lines(net: _Net, boxes: Sequence[_Box], places: Sequence[_Place], track: fl
 
 def _transfers(plan: Plan, report: Report, index: int, place: _Place) -> list[str]:
     """Write what goes up and comes down beside a block."""
-    block, costs = plan.blocks[index], report.blocks[index].costs
+    costs = report.blocks[index].costs
     amounts = (None, None) if costs is None else (costs.bytes_up, costs.bytes_down)
-    ways = (
-        ("up", block.inputs, place.arrival, block.input_rows, amounts[0]),
-        ("down", block.outputs, place.departure, block.output_rows, amounts[1]),
-    )
+    if index < len(plan.blocks):
+        block = plan.blocks[index]
+        inputs, outputs, up, down = block.inputs, block.outputs, block.input_rows, block.output_rows
+    else:
+        deep = plan.deep[index - len(plan.blocks)]
+        inputs, outputs, up, down = deep.inputs, deep.outputs, deep.input_count, deep.output_count
+    ways = (("up", inputs, place.arrival, up, amounts[0]), ("down", outputs, place.departure, down, amounts[1]))
     parts = []
     for way, tensors, height, count, amount in ways:
         values = f"{count:,} values"

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from heinfer.plan.files import write_file
+
+#: What stands in the place of a bound where there are deep blocks.
+NO_BOUND: Final = "no bound: polynomials"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,25 @@ class BlockCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class DeepRing:
+    """The ring of a deep block.
+
+    Attributes:
+        degree: N; half as many samples share an upload.
+        log2_q: bits of the chain, the special prime included.
+        security_bits: at least.
+        layers: linear maps in it.
+        activations: polynomials between them.
+    """
+
+    degree: int
+    log2_q: int
+    security_bits: int
+    layers: int
+    activations: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockReport:
     """One block; errors and bounds over the traced samples.
 
@@ -45,16 +67,23 @@ class BlockReport:
         operators: what it holds.
         costs: over all samples; None in a simulation.
         measured_error: largest error against a float64 evaluation on the same input.
-        error_bound: what the error may be at most.
-        error_to_bound: largest quotient of the two, output by output.
+        error_bound: what the error may be at most; None for a deep block, whose polynomials have no such bound.
+        error_to_bound: largest quotient of the two, output by output; likewise.
+        deep: the ring of a deep block, whose error is measured against the same polynomials; None for another.
     """
 
     block: int
     operators: list[str]
     costs: BlockCosts | None
     measured_error: float
-    error_bound: float
-    error_to_bound: float
+    error_bound: float | None
+    error_to_bound: float | None
+    deep: DeepRing | None = None
+
+    @property
+    def bound_text(self) -> str:
+        """The bound in words."""
+        return NO_BOUND if self.error_bound is None else f"{self.error_bound:.1e}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +103,42 @@ class Disagreement:
     encrypted: int
     gap: float
     label: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Polynomials:
+    """What deep blocks did to the outputs. Errors are largest and mean ones against the plain model.
+
+    They are of the traced samples, with the blocks' polynomials evaluated in the clear: what the calibration gains.
+
+    Attributes:
+        calibrated: whether the run itself was.
+        calibrated_error: with the calibration.
+        uncalibrated_error: without.
+        inputs: values that went into deep blocks.
+        inputs_outside: those beyond the range that calibration data showed.
+        outputs: values that came out.
+        outputs_outside: likewise.
+    """
+
+    calibrated: bool
+    calibrated_error: tuple[float, float]
+    uncalibrated_error: tuple[float, float]
+    inputs: int
+    inputs_outside: int
+    outputs: int
+    outputs_outside: int
+
+    def sentences(self, traced_samples: int) -> tuple[str, str]:
+        """Say what the calibration gains, and what lies outside of the calibrated ranges."""
+        (largest, mean), (other_largest, other_mean) = self.calibrated_error, self.uncalibrated_error
+        use = "used" if self.calibrated else "switched off"
+        return (
+            f"Calibration ({use}): with it, the largest error of an output on {traced_samples} samples is "
+            f"{largest:.2e} and the mean {mean:.2e}; without it, {other_largest:.2e} and {other_mean:.2e}.",
+            f"Outside of the calibrated ranges: {self.inputs_outside:,} of {self.inputs:,} inputs and "
+            f"{self.outputs_outside:,} of {self.outputs:,} outputs of deep blocks.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +187,8 @@ class Report:
         disagreements: the samples that differ.
         max_abs_error: largest difference of an output.
         mean_abs_error: mean difference.
-        error_bound: guaranteed for the last block, rounding included.
-        error_estimate: end to end, statistical.
+        error_bound: guaranteed for the last block, rounding included; None where that is a deep one.
+        error_estimate: end to end, statistical; None where there are deep blocks.
         plain_s: wall time of the plain model on the same samples.
         costs: time and bytes; None in a simulation.
         rounds: round trips of one query.
@@ -133,6 +198,7 @@ class Report:
         versions: of heinfer, Python and the packages that matter.
         machine: processor.
         cores: available to this process.
+        polynomials: what deep blocks did; None where there are none.
     """
 
     model: str
@@ -145,8 +211,8 @@ class Report:
     disagreements: list[Disagreement]
     max_abs_error: float
     mean_abs_error: float
-    error_bound: float
-    error_estimate: float
+    error_bound: float | None
+    error_estimate: float | None
     plain_s: float
     costs: Costs | None
     rounds: int
@@ -156,6 +222,12 @@ class Report:
     versions: dict[str, str]
     machine: str
     cores: int
+    polynomials: Polynomials | None = None
+
+    @property
+    def estimate_text(self) -> str:
+        """The estimate for the whole model in words."""
+        return NO_BOUND if self.error_estimate is None else f"{self.error_estimate:.1e}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers, ready for JSON; costs stand beside the other figures."""

@@ -1,0 +1,215 @@
+"""Deep blocks from the command line: what partition, inspect, evaluate and infer say of them, simulated and encrypted.
+
+Commands run in this process, which saves starting one for each; node and server are processes of their own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+from heinfer.cli import estimating, evaluating, inferring, partitioning, studies
+from heinfer.errors import InputError
+from tests.small_models import dense_model, tanh_model
+
+#: What noise and rounding add to polynomials of values around 1 (partitioner.deep.building: 2**-18 of a range).
+NOISE = 1e-4
+APP = typer.Typer(pretty_exceptions_enable=False)
+for commands in (estimating, evaluating, inferring, partitioning, studies):
+    commands.register(APP)
+
+
+def run(*words: object) -> str:
+    """Run `heinfer ...`; return what it prints."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        APP([str(word) for word in words], standalone_mode=False)
+    return said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two activations, calibration data, test data, and its bundle at d = all."""
+    path = tmp_path_factory.mktemp("deep")
+    tanh_model(path / "model.onnx")
+    rng = np.random.default_rng(0)
+    np.savez(path / "train.npz", x=rng.normal(size=(3000, 6)).astype(np.float32))
+    x = rng.normal(size=(60, 6)).astype(np.float32)
+    np.savez(path / "test.npz", x=x, y=rng.integers(0, 3, 60))
+    np.save(path / "query.npy", x[:2])
+    np.save(path / "far.npy", 50 * x[:2])
+    said = partition(path, "all", path / "bundle", "--degree", "3", "--json", path / "partition.json")
+    (path / "partition.txt").write_text(said)
+    return path
+
+
+def partition(folder: Path, depth: str, bundle: Path, *options: object) -> str:
+    data = folder / "train.npz"
+    return run(
+        "partition", folder / "model.onnx", "-o", bundle, "--block-depth", depth, "--calibration", data, *options
+    )
+
+
+def evaluate(folder: Path, *options: object) -> tuple[dict[str, Any], str]:
+    figures = folder / "report.json"
+    said = run("evaluate", folder / "bundle", "--data", folder / "test.npz", "--json", figures, *options)
+    found = json.loads(figures.read_text())
+    assert isinstance(found, dict)
+    return found, said
+
+
+def test_partition_shows_the_ring_and_every_activation(folder: Path) -> None:
+    text, figures = (folder / "partition.txt").read_text(), json.loads((folder / "partition.json").read_text())
+    assert "calibration: 2,000 of 3,000 samples, evenly taken" in text
+    assert [a["degree"] for a in figures["activations"]] == [3, 3]
+    assert all(0 < a["error"] < 0.2 for a in figures["activations"])
+    (deep,) = figures["deep"]
+    assert f"{deep['degree']}" in text
+    assert figures["rounds"] == 1
+    assert deep["slots"] == deep["degree"] // 2
+
+
+def test_inspect_states_ring_and_bytes(folder: Path) -> None:
+    text = run("inspect", folder / "bundle", "--json", folder / "inspect.json")
+    (deep,) = json.loads((folder / "inspect.json").read_text())["deep"]
+    assert deep["security_bits"] >= 128
+    assert deep["levels"] == 2 * deep["activations"]  # a polynomial of degree 3 takes two
+    assert 0 < deep["key_bytes"] < deep["bytes_up"]
+    assert str(deep["degree"]) in text
+    assert "Prepared mode: none, all blocks are deep" in text
+
+
+def test_evaluate_encrypted_is_what_is_simulated(folder: Path) -> None:
+    journal = folder / "journal"
+    encrypted, text = evaluate(folder, "--html", folder / "page.html", "--journal", journal)
+    simulated, _ = evaluate(folder, "--simulate")
+    assert abs(encrypted["max_abs_error"] - simulated["max_abs_error"]) < NOISE
+    assert 0 < encrypted["blocks"][0]["measured_error"] < NOISE < encrypted["max_abs_error"]
+    assert simulated["blocks"][0]["measured_error"] < 1e-6
+    assert encrypted["error_bound"] is encrypted["error_estimate"] is encrypted["blocks"][0]["error_bound"] is None
+    assert "no bound: polynomials" in text
+    run("inspect", folder / "bundle", "--json", folder / "inspect.json")
+    (deep,) = json.loads((folder / "inspect.json").read_text())["deep"]
+    assert (encrypted["bytes_up"], encrypted["bytes_down"]) == (deep["bytes_up"], deep["bytes_down"])
+    page = (folder / "page.html").read_text()
+    assert "no bound: polynomials" in page
+    assert "Calibration (used)" in page
+    with pytest.raises(InputError, match="another mode"):
+        evaluate(folder, "--journal", journal, "--resume", "--no-calibration")
+
+
+def test_evaluate_without_calibration_is_farther_off_on_average(folder: Path) -> None:
+    found = {c: evaluate(folder, "--simulate", f"--{c}")[0] for c in ("calibration", "no-calibration")}
+    with_it, without = found["calibration"], found["no-calibration"]
+    assert with_it["mean_abs_error"] < without["mean_abs_error"]
+    figures = with_it["polynomials"]
+    assert figures["calibrated_error"][1] < figures["uncalibrated_error"][1]
+    assert figures["calibrated_error"] == without["polynomials"]["calibrated_error"]
+    assert (figures["calibrated"], without["polynomials"]["calibrated"]) == (True, False)
+
+
+def test_values_outside_of_the_calibrated_ranges_are_counted(folder: Path) -> None:
+    near, _ = evaluate(folder, "--simulate")
+    x = np.load(folder / "test.npz")["x"]
+    np.savez(folder / "far.npz", x=50 * x)
+    far, text = evaluate(folder, "--simulate", "--data", folder / "far.npz")
+    assert near["polynomials"]["inputs_outside"] == 0
+    assert far["polynomials"]["inputs_outside"] > far["polynomials"]["inputs"] / 2
+    assert 0 < far["polynomials"]["outputs_outside"] <= far["polynomials"]["outputs"] == 60 * 3
+    assert f"{far['polynomials']['inputs_outside']:,} of {far['polynomials']['inputs']:,} inputs" in text
+
+
+@pytest.mark.long
+def test_node_leaves_the_calibration_out_where_told(folder: Path) -> None:
+    simulated, _ = evaluate(folder, "--simulate", "--no-calibration")
+    encrypted, text = evaluate(folder, "--no-calibration")
+    assert abs(encrypted["mean_abs_error"] - simulated["mean_abs_error"]) < NOISE
+    assert encrypted["blocks"][0]["measured_error"] < NOISE
+    assert "switched off" in text
+
+
+@pytest.mark.long
+def test_infer_says_what_lies_outside_and_claims_no_bound(folder: Path) -> None:
+    near = run("infer", folder / "query.npy", "--bundle", folder / "bundle", "--json", folder / "near.json")
+    assert "no error bound: polynomials" in near
+    assert json.loads((folder / "near.json").read_text())["error_bound"] is None
+    far = run("infer", folder / "far.npy", "--bundle", folder / "bundle")
+    assert "Outside of the ranges that calibration data showed" in far
+
+
+def test_estimate_is_refused(folder: Path) -> None:
+    with pytest.raises(InputError, match="deep blocks have no forecast"):
+        run("estimate", folder / "bundle")
+
+
+def test_partition_refuses_what_does_not_go_together(folder: Path, tmp_path: Path) -> None:
+    model, bundle = folder / "model.onnx", tmp_path / "bundle"
+    with pytest.raises(typer.BadParameter, match="--calibration"):
+        run("partition", model, "-o", bundle, "--block-depth", "1")
+    with pytest.raises(typer.BadParameter, match="positive number or all"):
+        partition(folder, "0", bundle)
+    np.savez(tmp_path / "short.npz", x=np.zeros((9, 5), np.float32))
+    with pytest.raises(InputError, match=r"\(9, 5\)"):
+        run("partition", model, "-o", bundle, "--block-depth", "1", "--calibration", tmp_path / "short.npz")
+    assert not bundle.exists()
+
+
+def study(folder: Path, output: Path, *options: object) -> tuple[dict[str, Any], str]:
+    said = run(
+        "study", "block-depth", folder / "model.onnx", "--data", folder / "test.npz", "--calibration",
+        folder / "train.npz", "-o", output, *options,
+    )  # fmt: skip
+    found = json.loads((output / "study.json").read_text())
+    assert isinstance(found, dict)
+    return found, said
+
+
+def test_study_compares_depths_and_goes_on_where_it_was(folder: Path) -> None:
+    output = folder / "study"
+    found, text = study(folder, output, "--degree", "3", "--depths", "0,1,2,all")
+    rows = {row["depth"]: row for row in found["rows"]}
+    assert [rows[d]["rounds"] for d in ("0", "1", "2", "all")] == [3, 2, 1, 1]
+    assert rows["all"]["same_as"] == "2"
+    assert rows["0"]["mean_error"] < rows["1"]["mean_error"] < rows["all"]["mean_error"]
+    assert "all (as 2)" in text
+    assert (output / "curve.svg").read_text().startswith('<svg xmlns="http://www.w3.org/2000/svg"')
+    assert "all (as 2)" in (output / "study.html").read_text()
+    before = {path: path.stat().st_mtime_ns for path in output.glob("depth-*/**/*") if path.is_file()}
+    again, _ = study(folder, output, "--degree", "3", "--depths", "0,1,2,all")
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert again == found
+
+
+def test_study_begins_anew_where_samples_changed(folder: Path) -> None:
+    output = folder / "changed"
+    first, _ = study(folder, output, "--depths", "0", "--samples", "50")
+    second, _ = study(folder, output, "--depths", "0", "--samples", "40")
+    assert (first["task"]["samples"], second["task"]["samples"]) == (50, 40)
+    assert first["rows"][0]["mean_error"] != second["rows"][0]["mean_error"]
+
+
+@pytest.mark.long
+def test_study_under_encryption_measures_what_the_simulation_says(folder: Path) -> None:
+    found = {}
+    for kind in ("simulate", "encrypted"):
+        found[kind] = study(folder, folder / kind, "--depths", "0,1,2", f"--{kind}")[0]["rows"]
+    for plain, real in zip(found["simulate"], found["encrypted"], strict=True):
+        assert abs(plain["mean_error"] - real["mean_error"]) < NOISE
+        assert plain["batch_bytes_up"] == real["batch_bytes_up"]
+        assert real["full_image_s"] <= real["image_s"]
+        assert real["memory_bytes"]["server"] > 0
+        assert plain["image_s"] is None
+
+
+def test_exact_bundle_has_no_deep_figures(tmp_path: Path) -> None:
+    model, bundle = dense_model(tmp_path / "dense.onnx"), tmp_path / "bundle"
+    said = run("partition", model, "-o", bundle, "--json", tmp_path / "figures.json")
+    assert json.loads((tmp_path / "figures.json").read_text())["deep"] == []
+    assert "Deep blocks" not in said
