@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import numpy as np
 import typer
 
-from heinfer.cli.screen import out, size, table
+from heinfer.cli.screen import err, out, size, table
 
 if TYPE_CHECKING:
     from heinfer.plan import Plan, TensorSpec
@@ -111,8 +111,9 @@ def deep_options(
 
 
 def show_activations(plan: Plan, activations: Sequence[FittedActivation]) -> None:
-    """Print the ring of every deep block, and what became of every activation; nothing without deep blocks."""
+    """Print the ring of every deep block, and what became of every activation."""
     if not plan.deep:
+        out.print("\nNo blocks could be joined: something between them is no polynomial, or belongs on the node")
         return
     show_deep_blocks(plan)
     fitted = table(
@@ -122,6 +123,18 @@ def show_activations(plan: Plan, activations: Sequence[FittedActivation]) -> Non
         error = "exact" if activation.exact else f"{activation.error:.1%}"
         fitted.add_row(activation.label, str(activation.degree), error)
     out.print(fitted)
+
+
+def warn_of_calibration(bundle: Path) -> None:
+    """Say what calibration data tell the server, where the model's card promises something of its training records."""
+    from heinfer.cards import read_card
+
+    card = read_card(bundle)
+    if card is not None and card.get("epsilon") is not None:
+        err.print(
+            "the model's card has an epsilon, which does not cover the calibration data: their ranges can be read off "
+            "the server's part, so calibrate on public data"
+        )
 
 
 def show_deep_blocks(plan: Plan) -> None:

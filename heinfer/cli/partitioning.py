@@ -23,6 +23,7 @@ from heinfer.cli.deepening import (
     read_depth,
     show_activations,
     show_deep_blocks,
+    warn_of_calibration,
 )
 from heinfer.cli.screen import BundleArgument, JsonOption, out, size, table, write_json
 from heinfer.cli.signing import TrustedKeyOption, show_signer
@@ -145,7 +146,9 @@ def partition_command(
         deep=deep,
     )
     show_steps(result.plan)
-    show_activations(result.plan, result.activations)
+    if deep is not None:
+        show_activations(result.plan, result.activations)
+        warn_of_calibration(output)
     _show_precision(result.plan, asked=precision is not None)
     exactly = " with exact activations" if result.plan.deep else ""
     out.print(

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,9 @@ from heinfer.errors import PlanError
 from heinfer.plan.deep import DeepBlock
 
 Floats = NDArray[np.float64]
+#: Largest input, in ranges. Slots share what carries them: where one goes far astray, the others of its upload lose
+#: their precision, and SEAL's encoder refuses what no prime can hold, which would show outside.
+LARGEST_INPUT: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,9 @@ class DeepTerms:
     outputs: tuple[DeepOutput, ...]
 
     def scale(self, inputs: list[NDArray[Any]]) -> list[Floats]:
-        """Divide inputs by their ranges."""
-        return [np.asarray(x, np.float64) / r for x, r in zip(inputs, self.input_ranges, strict=True)]
+        """Divide inputs by their ranges, and cut what is beyond `LARGEST_INPUT`."""
+        ranged = (np.asarray(x, np.float64) / r for x, r in zip(inputs, self.input_ranges, strict=True))
+        return [np.clip(x, -LARGEST_INPUT, LARGEST_INPUT) for x in ranged]
 
     def uncalibrated(self) -> DeepTerms:
         """Return terms whose outputs are left as the polynomials make them: a gain of 1, an offset of 0."""
@@ -106,5 +109,4 @@ def read_deep_terms(arrays: Mapping[str, NDArray[Any]], index: int, block: DeepB
         DeepOutput(*(array(f"{position}.{name}", t.shape) for name in DeepOutput.__slots__))
         for position, t in enumerate(block.outputs)
     )
-    assert all(prod(t.shape) == o.range.size for t, o in zip(block.outputs, outputs, strict=True))
     return DeepTerms(tuple(float(r) for r in ranges), outputs)

@@ -247,7 +247,7 @@ class Plan:
     @property
     def has_prepared_mode(self) -> bool:
         """Whether every block can run in prepared mode."""
-        return bool(self.blocks) and all(block.prepared is not None for block in self.blocks)
+        return bool(self.blocks) and not self.deep and all(block.prepared is not None for block in self.blocks)
 
     @property
     def rounds(self) -> int:

@@ -13,17 +13,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from heinfer.plan import DeepBlock
 from heinfer.ring import pack, packed_bytes, unpack
-from heinfer.wire import BlockRequest, Chunk, Limits
+from heinfer.wire import BlockRequest, Chunk, FailureCode, Limits, RefusedError
 
 if TYPE_CHECKING:
     from heinfer.server.polynomial import DeepEvaluator, Store
 
+#: Requests that are held at a time, one under way and one that waits: each may take gigabytes of disk.
+MOST_REQUESTS: Final = 2
+_places = threading.BoundedSemaphore(MOST_REQUESTS)
 #: Held for every evaluation.
 _turn = threading.Lock()
 
@@ -46,6 +49,9 @@ class DeepRequest:
         self._size = packed_bytes(self._block.chain.degree)
         self._step = max(1, limits.chunk_bytes // self._size)
         self._held = ExitStack()
+        if not _places.acquire(blocking=False):
+            raise RefusedError(FailureCode.BUSY, f"{MOST_REQUESTS} requests for deep blocks are held already")
+        self._held.callback(_places.release)
         self._folder = self._held.enter_context(scratch_folder(evaluator.scratch))
         try:
             self._make_room(Store)

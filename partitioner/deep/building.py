@@ -4,8 +4,8 @@
 
 Units. The result of a layer is divided by its range R, seen in calibration and widened by `MARGIN`, channel by channel:
 v = y / R lies in [-1, 1]. Its polynomial is one in v. A square leaves its factor and constant to who reads it:
-f(y) = a u + k with u = (v + h)**2. Factors, ranges and scales of sources go into a layer's matrix before it is rounded,
-so that they cost nothing.
+f(y) = a u + k with u = (v + h)**2; other polynomials are divided by the largest value that a layer's have. Factors,
+ranges and scales of sources go into a layer's matrix before it is rounded, so that they cost nothing.
 
 Scales. Inputs and activations have 2**32, results of layers 2**50, so weights are rounded to 2**-18 of the range; what
 rescaling rounds, 2**13 of 2**32, weighs less than 1e-6 of a range. Results of a block have 2**52 of 74 bits.
@@ -27,7 +27,7 @@ from heinfer.operators.polynomials import MAX_DEGREE, complete_square, levels
 from heinfer.plan import TensorSpec
 from heinfer.plan.deep import SQUARE_PRIMES, Activation, ChainInfo, DeepBlock, Layer
 from heinfer.plan.deep_terms import DeepOutput, DeepTerms
-from heinfer.ring.chain import ChainParameters, choose_chain
+from heinfer.ring.chain import CHAIN_WEIGHT_LIMIT, ChainParameters, choose_chain
 from partitioner.deep.built import BuiltDeep, FittedActivation
 from partitioner.deep.drafting import DraftBlock, DraftLayer, evaluate_draft
 from partitioner.deep.fitting import Fit, fit_polynomial, squared_error
@@ -49,6 +49,8 @@ _SMALLEST_RANGE: Final = 2.0**-8
 _LARGEST_SHIFT: Final = 4.0
 #: Factors that differ less are the same, computed in other order.
 _SAME_FACTOR: Final = 1e-12
+#: Points at which a polynomial's largest value is looked for.
+_GRID: Final = 257
 #: Degrees that are tried where none is given, and how close the first one that is taken must come.
 _DEGREES: Final = (2, 3, 5, 7)
 TOLERANCE: Final = 0.02
@@ -289,6 +291,12 @@ def _fitting_depth(bits: Sequence[int], tops: Sequence[int]) -> int:
     return 0
 
 
+def _largest(coefficients: Floats) -> float:
+    """Return the largest magnitude that a layer's polynomials have on [-1, 1]; 1 where they are all zero."""
+    powers = np.linspace(-1, 1, _GRID)[:, None] ** np.arange(coefficients.shape[1])
+    return float(np.abs(np.unique(coefficients, axis=0) @ powers.T).max()) or 1.0
+
+
 class _Quantiser:
     """Makes layers of a plan, and their arrays."""
 
@@ -363,15 +371,16 @@ class _Quantiser:
         self, name: str, chosen: _Chosen | None, activation: Activation, ranges: Floats, scale: float
     ) -> _Atom:
         """Store an activation's arrays; return what its result means."""
-        zeros, ones = np.zeros(len(ranges)), np.ones(len(ranges))
+        zeros = np.zeros(len(ranges))
         if chosen is None:
             return _Atom(ranges, zeros, scale)
         if activation == "square":
             shift, factor, constant = complete_square(chosen.coefficients)
             self.arrays[f"{name}.shift"] = shift
             return _Atom(factor, constant, ACTIVATION_SCALE)
-        self.arrays[f"{name}.coefficients"] = chosen.coefficients
-        return _Atom(ones, zeros, ACTIVATION_SCALE)
+        largest = _largest(chosen.coefficients)
+        self.arrays[f"{name}.coefficients"] = chosen.coefficients / largest
+        return _Atom(np.full(len(ranges), largest), zeros, ACTIVATION_SCALE)
 
     def _primes_left(self, atom: int) -> int:
         return self._tops[self._draft.depth_of(atom)]
@@ -379,5 +388,10 @@ class _Quantiser:
     def _put(self, name: str, matrix: Floats) -> None:
         rows, columns = np.nonzero(matrix)
         self.arrays[f"{name}.indptr"] = np.searchsorted(rows, np.arange(len(matrix) + 1)).astype(np.int32)
+        if np.abs(matrix).max(initial=0.0) > CHAIN_WEIGHT_LIMIT:
+            raise UnsupportedModelError(
+                "the values in a block differ too much in size:",
+                [Offence(name, "layer", "a weight does not fit 28 bits; end the block in front of it")],
+            )
         self.arrays[f"{name}.indices"] = columns.astype(np.int32)
         self.arrays[f"{name}.weights"] = matrix[rows, columns].astype(np.int32)

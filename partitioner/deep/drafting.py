@@ -26,8 +26,6 @@ from partitioner.deep.functions import POOLING, Anatomy, Function, LinearNode, d
 from partitioner.emission import Draft
 
 Floats = NDArray[np.float64]
-#: A function whose second differences are below this part of its values is a straight line.
-_STRAIGHT = 1e-5
 #: Sums for every value that is summed up, at most, where equal weights are what says so.
 _MOST_SUMS = 0.5
 
@@ -259,11 +257,9 @@ class _Drafting:
 
     def _of_function(self, name: str, function: Function) -> Affine:
         base = self._need(function.source)
-        points = np.array([[-2.0], [-1.0], [0.0], [1.0], [2.0]])
-        values = function.evaluate(points, base.shape)
-        bend = np.abs(np.diff(values, n=2, axis=0)).max()
-        if bend <= _STRAIGHT * max(1.0, float(np.abs(values).max())):
-            return base.scaled(values[3] - values[2], values[2])
+        line = function.polynomial(base.shape)
+        if line is not None and line.shape[1] <= 2:
+            return base.scaled(line[:, 1] if line.shape[1] == 2 else np.zeros(len(line)), line[:, 0])
         atom = self._add("weighted", base, function, name)
         return Affine.of_atom(atom, base.shape)
 

@@ -26,6 +26,8 @@ ACTIVATIONS = {
     "relu": RELU,
     "leaky relu": "a = LeakyRelu <alpha = 0.2> (h)",
     "prelu": "a = PRelu (h, slope)",
+    "hard sigmoid": "a = HardSigmoid <alpha = 0.1, beta = 0.5> (h)",
+    "clip": "a = Clip (h, low, high)",
     "sigmoid": "a = Sigmoid (h)",
     "tanh": "a = Tanh (h)",
     "softplus": "a = Softplus (h)",
@@ -36,6 +38,8 @@ CONSTANTS = {
     "slope": np.full(5, 0.1, np.float32),
     "root": np.array(2**0.5, np.float32),
     "one": np.array(1, np.float32),
+    "low": np.array(-3, np.float32),
+    "high": np.array(3, np.float32),
     "half": np.array(0.5, np.float32),
 }
 
@@ -170,3 +174,30 @@ def test_the_largest_value_is_no_polynomial_and_ends_a_block(tmp_path: Path) -> 
     assert "--block-depth a number" in str(caught.value)
     made, _ = deepened(model, tmp_path, 3)
     assert [step.kind for step in made.plan.steps] == ["deep", "node", "deep"]
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e4])
+def test_activations_of_any_size_keep_their_precision(size: float, tmp_path: Path) -> None:
+    """x**3 of values of a size: what travels is divided by the largest value, so that no level runs over."""
+    model = dense("q = Mul (h, h) a = Mul (q, h)")
+    for tensor in model.graph.initializer:
+        if tensor.name in ("w", "b"):
+            scaled = onnx.numpy_helper.to_array(tensor) * np.float32(size)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(scaled, tensor.name))
+    made, error = deepened(model, tmp_path)
+    arrays = made.deep[0].arrays
+    coefficients = next(a for name, a in arrays.items() if name.endswith(".coefficients"))
+    assert np.abs(coefficients).sum(axis=1).max() == pytest.approx(1, rel=1e-6)
+    assert error < ROUNDING
+
+
+def test_plans_with_deep_blocks_have_no_prepared_mode(tmp_path: Path) -> None:
+    """Their groups are as large as a block's slots, and their evaluations outlive a mask."""
+    model = graph(
+        "g (float[n,6] x) => (float y) { h = Gemm (x, w, b) r = Relu (h) i = Gemm (r, u, b) s = Softmax (i) "
+        "y = Gemm (s, v, c) }",
+        {"w": weights(6, 5) / 2, "b": weights(5), "u": weights(5, 5), "v": weights(5, 4), "c": weights(4)},
+    )
+    made, _ = deepened(model, tmp_path, depth=1)
+    assert [step.kind for step in made.plan.steps] == ["deep", "node", "round"]
+    assert not made.plan.has_prepared_mode

@@ -1,7 +1,6 @@
 """Deep blocks: what a server sees is the same for every query of a size, and a NaN is nobody's business but the node's.
 
-The first model takes a logarithm in front of a deep block, so a negative query makes NaN on the way to it; in the
-second the query itself goes into a deep block.
+The model takes a logarithm in front of a deep block, so a negative query makes NaN on the way to it.
 """
 
 from __future__ import annotations
@@ -96,3 +95,22 @@ def test_a_deep_block_may_take_longer_than_any_other_reply(
     x = np.full((2, 3), 0.5, np.float32)
     with DeepPool(1) as deep, parties(bundle, pool, limits=Limits(reply_s=REPLY_S, retry_s=0), deep=deep) as both:
         assert np.isfinite(both.engine.infer({"x": x}).outputs["y"]).all()
+
+
+def test_inputs_beyond_all_range_show_neither_outside_nor_in_other_samples(pool: WatchedPool, tmp_path: Path) -> None:
+    """Huge inputs that go straight into a deep block are cut: SEAL's encoder refuses what no prime can hold."""
+    model = graph(
+        "g (float[n,3] x) => (float y) { d = Gemm (x, w, b) q = Mul (d, d) y = Gemm (q, v, c) }",
+        {"w": weights(3, 4), "b": weights(4), "v": weights(4, 2), "c": weights(2)},
+    )
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    data = {"x": np.random.default_rng(0).uniform(-1, 1, (200, 3)).astype(np.float32)}
+    partition(tmp_path / "model.onnx", tmp_path / "bundle", deep=DeepOptions("all", data, FitOptions()))
+    x = data["x"][:SAMPLES]
+    far = x.copy()
+    far[3] = [3e38, -3e38, 1e30]
+    with DeepPool(1) as deep, parties(tmp_path / "bundle", pool, deep=deep) as both:
+        usual, cut = both.engine.infer({"x": x}), both.engine.infer({"x": far})
+    others = [0, 1, 2, 4, 5]
+    assert np.allclose(usual.outputs["y"][others], cut.outputs["y"][others], atol=1e-4)
+    assert (usual.statistics.inputs_outside, cut.statistics.inputs_outside) == (0, 3)

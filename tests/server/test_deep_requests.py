@@ -19,9 +19,9 @@ from heinfer.errors import CiphertextError, HeinferError
 from heinfer.plan.deep import DeepBlock, evaluate_deep
 from heinfer.plan.deep_noise import deep_error_bounds
 from heinfer.ring import pack, packed_bytes, unpack
-from heinfer.server.deep import DeepRequest
+from heinfer.server.deep import MOST_REQUESTS, DeepRequest
 from heinfer.server.polynomial import DeepEvaluator
-from heinfer.wire import BlockRequest, Chunk, Limits, Mode
+from heinfer.wire import BlockRequest, Chunk, FailureCode, Limits, Mode, RefusedError
 from tests.server.test_polynomial import RESULT, SCALE, make_block, new_secret
 from trusted_node.deep import DeepSecret
 
@@ -97,6 +97,18 @@ def test_two_requests_at_once_take_turns_and_leave_nothing(
         answers = list(threads.map(answer, range(2)))
     assert answers[0] == answers[1]
     upload.check(iter(answers[0]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_third_request_is_told_to_come_again(evaluator: DeepEvaluator, tmp_path: Path) -> None:
+    held = [open_request(evaluator) for _ in range(MOST_REQUESTS)]
+    with pytest.raises(RefusedError) as refused:
+        open_request(evaluator)
+    assert refused.value.code is FailureCode.BUSY
+    for request in held:
+        request.close()
+        request.close()  # once more is no harm
+    open_request(evaluator).close()
     assert not list(tmp_path.iterdir())
 
 

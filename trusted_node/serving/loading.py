@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 SERVER_WAIT_S: Final = 20.0
 #: Seconds that a pool is filled at most before a model answers.
 POOL_WAIT_S: Final = 10.0
-#: Seconds that a server may say nothing where a plan has deep blocks: one evaluation can take an hour.
-DEEP_REPLY_S: Final = 4 * 3600.0
 _DAY_S: Final = 86_400.0
 
 
@@ -272,8 +270,6 @@ def find_card(folder: Path, plan_hash: bytes, teller: Teller) -> Mapping[str, An
 
 def _connect(bundle: NodeBundle, settings: ModelSettings) -> Replicas:
     shapes, limits = block_shapes(bundle.plan), settings.limits
-    if bundle.plan.deep:
-        limits = replace(limits, reply_s=max(limits.reply_s, DEEP_REPLY_S))
     return Replicas(
         [ServerLink(a, bundle.plan_hash, shapes, limits, settings.towards_server) for a in settings.servers]
     )

@@ -221,7 +221,8 @@ class Scheduler:
         if samples > MAX_SAMPLES:
             raise InputError(f"a query may have {MAX_SAMPLES} samples, found {samples}; send several queries")
         size = sum(x.nbytes for x in query.inputs.values())
-        alone = query.alone or query.watch is not None or query.trace_samples > 0
+        # Samples of a deep block share its polynomials: one that explodes must spoil nobody else's.
+        alone = query.alone or bool(self.engine.bundle.plan.deep) or query.watch is not None or query.trace_samples > 0
         with self._changed:
             self._check_open()
             self._check_room(samples, size)
