@@ -37,10 +37,11 @@ class DeepContext:
     def generate_secret(self) -> bytearray:
         """Return a fresh ternary secret in SEAL's saved form."""
         key = sealapi.KeyGenerator(self._chain.context).secret_key()
-        key.save(self._file.path)
-        secret = bytearray(self._file.read())
-        self._file.clear()
-        return secret
+        try:
+            key.save(self._file.path)
+            return bytearray(self._file.read())
+        finally:
+            self._file.clear()
 
     def open(self, secret: bytes | bytearray) -> DeepSecret:
         """Return what encrypts and decrypts under a secret made by `generate_secret`.
@@ -48,9 +49,9 @@ class DeepContext:
         Raises:
             CiphertextError: it is none of this chain.
         """
-        self._file.write(bytes(secret))
         key = sealapi.SecretKey()
         try:
+            self._file.write(bytes(secret))
             key.load(self._chain.context, self._file.path)
         except (RuntimeError, ValueError) as error:  # what SEAL's binding raises
             raise CiphertextError(

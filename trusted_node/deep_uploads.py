@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from math import prod
 from typing import Any, Final
@@ -82,13 +82,16 @@ class DeepUpload:
         elements = np.concatenate([x.reshape(self._samples, -1).T for x in scaled])
         self._delivery.open_request(self._index, self._samples, Mode.DEEP)
         pending: deque[Future[Packed]] = deque([self._pool.make_keys(self._chain, bytes(self._secret))])
-        for first in range(0, len(elements), TASK_ELEMENTS):
-            if len(pending) == TASKS_IN_FLIGHT:
+        try:
+            for first in range(0, len(elements), TASK_ELEMENTS):
+                if len(pending) == TASKS_IN_FLIGHT:
+                    self._send_rows(pending.popleft().result())
+                part = np.ascontiguousarray(elements[first : first + TASK_ELEMENTS])
+                pending.append(self._pool.encrypt(self._chain, bytes(self._secret), part, self._block.input_scale))
+            while pending:
                 self._send_rows(pending.popleft().result())
-            part = np.ascontiguousarray(elements[first : first + TASK_ELEMENTS])
-            pending.append(self._pool.encrypt(self._chain, bytes(self._secret), part, self._block.input_scale))
-        while pending:
-            self._send_rows(pending.popleft().result())
+        finally:
+            _cancel(pending)
         self._statistics.add(self._index, ciphertexts_up=len(elements), bytes_up=self._row * self._size)
         self.waited_s += time.perf_counter() - started
 
@@ -134,18 +137,25 @@ class DeepUpload:
         primes = self._block.result_primes
         scales = [self._block.result_scale(n) for n, t in enumerate(self._block.outputs) for _ in range(prod(t.shape))]
         count = 2 * primes * self._size
-        futures: list[Future[Opened]] = []
+        pending: deque[Future[Opened]] = deque()
+        opened: list[Opened] = []
         buffer, received = bytearray(), 0
-        for chunk in chunks:
-            buffer += chunk.data
-            received += len(chunk.data)
-            while len(buffer) >= count and len(futures) < len(scales):
-                rows, scale = bytes(buffer[:count]), scales[len(futures)]
-                del buffer[:count]
-                futures.append(self._pool.decrypt(self._chain, bytes(self._secret), rows, primes, scale, self._samples))
-        if buffer or len(futures) != len(scales):
-            raise RemoteProtocolError(f"expected {len(scales) * count} bytes, found {received}")
-        opened = [future.result() for future in futures]
+        try:
+            for chunk in chunks:
+                buffer += chunk.data
+                received += len(chunk.data)
+                while len(buffer) >= count and len(opened) + len(pending) < len(scales):
+                    if len(pending) == TASKS_IN_FLIGHT:
+                        opened.append(pending.popleft().result())
+                    rows, scale = bytes(buffer[:count]), scales[len(opened) + len(pending)]
+                    del buffer[:count]
+                    secret = bytes(self._secret)
+                    pending.append(self._pool.decrypt(self._chain, secret, rows, primes, scale, self._samples))
+            if buffer or len(opened) + len(pending) != len(scales):
+                raise RemoteProtocolError(f"expected {len(scales) * count} bytes, found {received}")
+            opened += [future.result() for future in pending]
+        finally:
+            _cancel(pending)
         self._statistics.add(
             self._index,
             server_s=announcement.compute_s,
@@ -155,3 +165,9 @@ class DeepUpload:
             bytes_down=received,
         )
         return np.concatenate([o.values for o in opened])
+
+
+def _cancel(pending: Iterable[Future[Any]]) -> None:
+    """Drop tasks that have not started: each holds a copy of the secret."""
+    for future in pending:
+        future.cancel()

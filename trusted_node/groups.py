@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -207,14 +208,13 @@ class Group:
         number = len(self._plan.blocks) + index
         assert engine.deep is not None  # the constructor has looked
         delivery = engine.start_delivery(self._last_moment, self._watch, span.child(SpanName.BLOCK, block=number))
-        upload = DeepUpload(engine.bundle, index, delivery, engine.deep, self._statistics, engine.limits)
-        try:
+        with ExitStack() as held:
+            held.callback(delivery.close)
+            upload = DeepUpload(engine.bundle, index, delivery, engine.deep, self._statistics, engine.limits)
+            held.callback(upload.wipe)
             values = [self._finite(tensors[t.name], t.name)[0] for t in block.inputs]
             upload.send(values)
             result = upload.receive(self._traced)
-        finally:
-            delivery.close()
-            upload.wipe()
         self._away_s += upload.waited_s
         self._record(number, "input", values)
         self._record(number, "output", result.outputs)
