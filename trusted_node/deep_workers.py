@@ -9,21 +9,17 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from heinfer.processes import core_count
 from heinfer.ring import pack, packed_bytes, unpack
 from heinfer.ring.chain import ChainParameters
 from trusted_node.deep import DeepContext
-from trusted_node.workers import end_with_parent
+from trusted_node.workers import WorkerPool, end_with_parent
 
 Result = TypeVar("Result")
 
@@ -44,30 +40,15 @@ class Opened:
     seconds: float
 
 
-class DeepPool:
-    """Processes for deep blocks; a context manager. They start when they are first needed.
+class DeepPool(WorkerPool):
+    """Processes for deep blocks.
 
     Args:
         workers: processes; the cores of this process where None.
     """
 
     def __init__(self, workers: int | None = None) -> None:
-        self._count = workers or core_count()
-        self._lock = threading.Lock()
-        self._executor: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> DeepPool:
-        """Return the pool."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop the processes."""
-        self.close()
-
-    def close(self) -> None:
-        """Stop the processes; work that has not started is dropped."""
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
+        super().__init__(workers, _prepare)
 
     def generate_secret(self, parameters: ChainParameters) -> bytearray:
         """Return a fresh secret for one upload, to be overwritten after it."""
@@ -89,18 +70,6 @@ class DeepPool:
     ) -> Future[Opened]:
         """Check and decrypt rows of shape (elements, 2, primes); what is none is a `CiphertextError`."""
         return self._submit(_decrypt, parameters, secret, rows, primes, scale, samples)
-
-    def _submit(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
-        with self._lock:
-            self._executor = self._executor or self._new_executor()
-            try:
-                return self._executor.submit(function, *arguments)
-            except BrokenProcessPool:  # its query has failed; the next one gets new processes
-                self._executor = self._new_executor()
-                return self._executor.submit(function, *arguments)
-
-    def _new_executor(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(self._count, mp_context=get_context("spawn"), initializer=_prepare)
 
 
 _contexts: dict[ChainParameters, DeepContext] = {}

@@ -11,46 +11,15 @@ Source: SEAL 4 manual; the saved form is described in the design note "Encrypted
 
 from __future__ import annotations
 
-import os
-import struct
 from functools import lru_cache
 
 import numpy as np
 import tenseal.sealapi as sealapi
-import zstandard
 from numpy.typing import NDArray
 
 from heinfer.errors import CiphertextError, ParameterError
 from heinfer.ring import RingParameters
-
-_HEADER = struct.Struct("<HBBBBHQ")
-_MAGIC, _HEADER_BYTES, _VERSION = 0xA15E, 16, (4, 3)
-_PLAIN, _ZSTD = 0, 2
-#: parms_id, is_ntt, size, N, primes, scale, correction factor, then the nested header and the count of residues.
-_FIELDS_BYTES = 4 * 8 + 1 + 3 * 8 + 8 + 8 + _HEADER_BYTES + 8
-
-
-class _MemoryFile:
-    """A file in memory, for SEAL's save and load by path."""
-
-    def __init__(self) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise ParameterError("this system has no files in memory (memfd_create, Linux): keys would reach the disk")
-        self._descriptor = os.memfd_create("heinfer", os.MFD_CLOEXEC)
-        self.path = f"/proc/self/fd/{self._descriptor}"
-
-    def read(self) -> bytes:
-        """Return the content."""
-        return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
-
-    def write(self, content: bytes) -> None:
-        """Replace the content."""
-        os.ftruncate(self._descriptor, len(content))
-        os.pwrite(self._descriptor, content, 0)
-
-    def clear(self) -> None:
-        """Drop the content."""
-        os.ftruncate(self._descriptor, 0)
+from heinfer.ring.saved_form import Fields, MemoryFile, format_ciphertext, parse_ciphertext
 
 
 class SealContext:
@@ -73,8 +42,7 @@ class SealContext:
             raise ParameterError(f"SEAL refuses the ring: {self._context.parameters_error_message()}")
         self._evaluator = sealapi.Evaluator(self._context)
         self._encoder = sealapi.CKKSEncoder(self._context)
-        self._file = _MemoryFile()
-        self._decompressor = zstandard.ZstdDecompressor()
+        self._file = MemoryFile()
         self._fields = self._template()
 
     def generate_secret(self) -> bytearray:
@@ -100,24 +68,18 @@ class SealContext:
             self._file.clear()
         return key
 
-    def _template(self) -> bytes:
-        """Return the fields that precede the residues of any ciphertext of two polynomials in coefficient form."""
+    def _template(self) -> Fields:
+        """Return the fields of any ciphertext of two polynomials in coefficient form."""
         throwaway = sealapi.Encryptor(self._context, sealapi.KeyGenerator(self._context).secret_key())
         cipher = sealapi.Ciphertext()
         throwaway.encrypt_zero_symmetric(cipher)
         self._evaluator.transform_from_ntt_inplace(cipher)
-        return self._body(cipher)[:_FIELDS_BYTES]
+        return self._parse(cipher)[0]
 
-    def _body(self, cipher: object) -> bytes:
-        """Return SEAL's saved form without its header, uncompressed."""
+    def _parse(self, cipher: object) -> tuple[Fields, NDArray[np.int64]]:
+        """Return fields and residues, shape (2, 1, N), of a ciphertext."""
         cipher.save(self._file.path)  # type: ignore[attr-defined]
-        saved = self._file.read()
-        magic, size, *_, compression, _reserved, _total = _HEADER.unpack_from(saved)
-        if magic != _MAGIC or size != _HEADER_BYTES or compression not in (_PLAIN, _ZSTD):
-            raise CiphertextError(f"SEAL's saved form is not the expected one: header {saved[:_HEADER_BYTES].hex()}")
-        if compression == _PLAIN:
-            return saved[_HEADER_BYTES:]
-        return self._decompressor.decompressobj().decompress(saved[_HEADER_BYTES:])
+        return parse_ciphertext(self._file.read())
 
 
 class SecretContext:
@@ -136,8 +98,7 @@ class SecretContext:
         for i in range(count):
             self._encryptor.encrypt_zero_symmetric(cipher)
             self._seal._evaluator.transform_from_ntt_inplace(cipher)
-            body = self._seal._body(cipher)
-            residues[i] = np.frombuffer(body, "<u8", offset=_FIELDS_BYTES).reshape(2, degree)
+            residues[i] = self._seal._parse(cipher)[1][:, 0]
         return residues
 
     def encrypt(self, integers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -169,13 +130,10 @@ class SecretContext:
         spectrum = np.zeros((len(residues), degree), np.complex128)
         transparent = np.all(residues[:, 1] == 0, axis=1)
         cipher, plain = sealapi.Ciphertext(seal._context), sealapi.Plaintext()
-        header = _HEADER.pack(
-            _MAGIC, _HEADER_BYTES, *_VERSION, _PLAIN, 0, _HEADER_BYTES + len(seal._fields) + 16 * degree
-        )
         for i, pair in enumerate(residues):
             if transparent[i]:
                 continue  # SEAL refuses a = 0, the answer of a zero row; the message is b itself
-            seal._file.write(header + seal._fields + pair.astype("<u8").tobytes())
+            seal._file.write(*format_ciphertext(seal._fields, np.ascontiguousarray(pair[:, None])))
             cipher.load(seal._context, seal._file.path)
             seal._evaluator.transform_to_ntt_inplace(cipher)
             self._decryptor.decrypt(cipher, plain)

@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,42 +64,23 @@ class RowTerms:
     bias: NDArray[np.float64]
 
 
-class CryptoPool:
-    """Processes that encrypt and decrypt in standard mode; a context manager. They start when they are first needed.
+class WorkerPool:
+    """Processes of the node, started by spawn when they are first needed; a context manager.
 
     Args:
-        parameters: ring.
         workers: processes; the cores of this process where None.
+        prepare: runs first in every process.
+        arguments: what it is called with.
     """
 
-    def __init__(self, parameters: RingParameters, workers: int | None = None) -> None:
-        self._parameters = parameters
+    def __init__(self, workers: int | None, prepare: Callable[..., None], *arguments: object) -> None:
         self._count = workers or core_count()
-        self._seal: SealContext | None = None
+        self._prepare = prepare
+        self._arguments = arguments
         self._lock = threading.Lock()
         self._executor: ProcessPoolExecutor | None = None
 
-    def start(self) -> None:
-        """Start the processes and wait until they are ready."""
-        for future in [self._submit(_warm_up) for _ in range(self._count)]:
-            future.result()
-
-    def _new_executor(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
-            self._count, mp_context=get_context("spawn"), initializer=_prepare, initargs=(self._parameters,)
-        )
-
-    def _submit(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
-        """Hand work to a process. Where one has died, its query fails and the next one gets new processes."""
-        with self._lock:
-            self._executor = self._executor or self._new_executor()
-            try:
-                return self._executor.submit(function, *arguments)
-            except BrokenProcessPool:
-                self._executor = self._new_executor()
-                return self._executor.submit(function, *arguments)
-
-    def __enter__(self) -> CryptoPool:
+    def __enter__(self) -> Self:
         """Return the pool."""
         return self
 
@@ -111,6 +92,40 @@ class CryptoPool:
         """Stop the processes; work that has not started is dropped."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
+
+    def _submit(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
+        """Hand work to a process. Where one has died, its query fails and the next one gets new processes."""
+        with self._lock:
+            self._executor = self._executor or self._new_executor()
+            try:
+                return self._executor.submit(function, *arguments)
+            except BrokenProcessPool:
+                self._executor = self._new_executor()
+                return self._executor.submit(function, *arguments)
+
+    def _new_executor(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(
+            self._count, mp_context=get_context("spawn"), initializer=self._prepare, initargs=self._arguments
+        )
+
+
+class CryptoPool(WorkerPool):
+    """Processes that encrypt and decrypt in standard mode.
+
+    Args:
+        parameters: ring.
+        workers: processes; the cores of this process where None.
+    """
+
+    def __init__(self, parameters: RingParameters, workers: int | None = None) -> None:
+        super().__init__(workers, _prepare, parameters)
+        self._parameters = parameters
+        self._seal: SealContext | None = None
+
+    def start(self) -> None:
+        """Start the processes and wait until they are ready."""
+        for future in [self._submit(_warm_up) for _ in range(self._count)]:
+            future.result()
 
     def generate_secret(self) -> bytearray:
         """Return a fresh secret for one upload, to be overwritten after it."""
