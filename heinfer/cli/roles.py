@@ -48,6 +48,25 @@ MemoryOption = Annotated[
     str | None,
     typer.Option("--memory", metavar="SIZE", help="For all requests together, as in 4GiB; half of the machine's."),
 ]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="NAME", help="Where products are made: native (NumPy), or PyTorch's cpu, cuda, cuda:0."
+    ),
+]
+DeviceMemoryOption = Annotated[
+    str | None,
+    typer.Option("--device-memory", metavar="SIZE", help="For weights and hints on the device; what is free there."),
+]
+CopiesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--weights-bytes",
+        metavar="SIZE",
+        help="Memory for copies of weights and hints that save time, as in 512MiB; the others are made again from the "
+        "files each time. 1GiB where not given.",
+    ),
+]
 ParentOption = Annotated[bool, typer.Option("--with-parent", hidden=True, help="End when standard input closes.")]
 
 
@@ -76,12 +95,23 @@ def serve_command(
     tls_key: KeyOption = None,
     insecure_plain_text: PlainTextOption = False,
     memory: MemoryOption = None,
+    device: DeviceOption = "native",
+    device_memory: DeviceMemoryOption = None,
+    weights_bytes: CopiesOption = None,
     scratch: Annotated[
         Path | None,
         typer.Option(
             "--scratch",
             metavar="DIR",
             help="Where ciphertexts of deep blocks lie meanwhile, gigabytes; the system's folder for temporary files.",
+        ),
+    ] = None,
+    scratch_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--scratch-bytes",
+            metavar="SIZE",
+            help="What requests for deep blocks may take there together, as in 20GB; as much as the disk gives.",
         ),
     ] = None,
     metrics: Annotated[
@@ -93,10 +123,13 @@ def serve_command(
     with_parent: ParentOption = False,
 ) -> None:
     """Run the untrusted server: integer weights, ciphertexts, no keys."""
+    from heinfer.operators.backends import backend_on, open_device
+    from heinfer.operators.copies import Copies
     from heinfer.plan import load_server
     from heinfer.plan.machine import parse_duration
     from heinfer.plan.signing import read_trusted_keys
     from heinfer.server.evaluation import BlockEvaluator
+    from heinfer.server.polynomial.resources import DeepResources
     from heinfer.server.prepared import shared_merger
     from heinfer.server.service import EvaluatorService
     from heinfer.wire import Limits, parse_address, parse_size
@@ -106,10 +139,17 @@ def serve_command(
     room = None if memory is None else parse_size(memory)
     towards_nodes = security(tls, tls_ca, tls_cert, tls_key, insecure_plain_text)
     check_listening(address, towards_nodes)
-    trusted, merger = read_trusted_keys(trusted_key or ()), shared_merger()
+    backend = backend_on(
+        open_device(device, None if device_memory is None else parse_size(device_memory)),
+        Copies(None if weights_bytes is None else parse_size(weights_bytes)),
+    )
+    trusted, merger = read_trusted_keys(trusted_key or ()), shared_merger(backend.slots)
     if scratch is not None and not scratch.is_dir():
         raise InputError(f"--scratch {scratch}: expected a folder that exists")
-    evaluators = [BlockEvaluator(load_server(path, trusted), merger, scratch) for path in folder]
+    deep = DeepResources(scratch, None if scratch_bytes is None else parse_size(scratch_bytes))
+    evaluators = [BlockEvaluator(load_server(path, trusted), merger, deep, backend) for path in folder]
+    for evaluator in evaluators:
+        evaluator.check_room()
     names = ", ".join(evaluator.bundle.plan.model.name for evaluator in evaluators)
     with progress() as tell:
         for evaluator in evaluators:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import struct
+import weakref
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import zstandard
@@ -32,7 +33,7 @@ PREFIX_BYTES: Final = _FIELDS.size + _HEADER_BYTES + 8
 
 
 class MemoryFile:
-    """A file in memory, for SEAL's save and load by path.
+    """A file in memory, for SEAL's save and load by path; a context manager. It ends with its last user at the latest.
 
     Raises:
         ParameterError: this system has none, and ciphertexts or keys would reach the disk.
@@ -42,24 +43,52 @@ class MemoryFile:
         if not hasattr(os, "memfd_create"):
             raise ParameterError("this system has no files in memory (memfd_create, Linux): keys would reach the disk")
         self._descriptor = os.memfd_create("heinfer", os.MFD_CLOEXEC)
-        self.path = f"/proc/self/fd/{self._descriptor}"
+        self._ending = weakref.finalize(self, os.close, self._descriptor)
+
+    def __enter__(self) -> Self:
+        """Return the file."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Give content and descriptor back; once more is no harm."""
+        self._ending()
+
+    @property
+    def path(self) -> str:
+        """Where it is, for this process.
+
+        Raises:
+            ParameterError: it is closed, so its number may be another file's.
+        """
+        return f"/proc/self/fd/{self._open()}"
 
     def read(self) -> bytes:
         """Return the content."""
-        return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+        descriptor = self._open()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Replace the content."""
-        os.ftruncate(self._descriptor, 0)
-        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        descriptor = self._open()
+        os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
         for part in parts:
             view = memoryview(part)
             while view:
-                view = view[os.write(self._descriptor, view) :]
+                view = view[os.write(descriptor, view) :]
 
     def clear(self) -> None:
         """Drop the content."""
-        os.ftruncate(self._descriptor, 0)
+        os.ftruncate(self._open(), 0)
+
+    def _open(self) -> int:
+        if not self._ending.alive:
+            raise ParameterError("this file in memory is closed: expected an open one, make another")
+        return self._descriptor
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Node and server both need this, and neither may get SEAL from the other, nor fro
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ Residues = NDArray[np.int64]
 
 
 class SealChain:
-    """SEAL set up for a chain, without any key; use from one thread.
+    """SEAL set up for a chain, without any key; use from one thread. A context manager that closes its file in memory.
 
     Args:
         seal: SEAL's binding: who may have it, brings it.
@@ -51,6 +51,18 @@ class SealChain:
             data = data.next_context_data()
         self._key_name: tuple[int, int, int, int] = tuple(self.context.key_context_data().parms_id())
         self._file = MemoryFile()
+
+    def __enter__(self) -> Self:
+        """Return the chain."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Give its file in memory back; nothing is loaded or dumped any more."""
+        self._file.close()
 
     def name(self, primes: int) -> list[int]:
         """Return SEAL's name of the level with so many primes."""

@@ -3,32 +3,23 @@
     rows: keys | b and a of every input, prime by prime --> files --> `heinfer.server.polynomial` --> rows
 
 A request has hundreds of megabytes, so its rows go to disk as they come; they are ciphertexts, and removed at the end.
-Room for them is taken when the request is announced, so a full disk fails it then, and nothing else. All cores work on
-one evaluation, so the next one waits. SEAL is loaded with the first one.
+Room for all that it will take is taken when the request is announced, so where there is too little it fails then, and
+nothing else does. All cores work on one evaluation, so the next one waits; either ends when its node is gone.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from math import prod
-from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from heinfer.plan import DeepBlock
 from heinfer.ring import pack, packed_bytes, unpack
-from heinfer.wire import BlockRequest, Chunk, FailureCode, Limits, RefusedError
-
-if TYPE_CHECKING:
-    from heinfer.server.polynomial import DeepEvaluator, Store
-
-#: Requests that are held at a time, one under way and one that waits: each may take gigabytes of disk.
-MOST_REQUESTS: Final = 2
-_places = threading.BoundedSemaphore(MOST_REQUESTS)
-#: Held for every evaluation.
-_turn = threading.Lock()
+from heinfer.server.polynomial.evaluator import DeepEvaluator, nobody_goes
+from heinfer.server.polynomial.files import Store
+from heinfer.server.polynomial.processes import Gone
+from heinfer.wire import BlockRequest, Chunk, Limits
 
 
 class DeepRequest:
@@ -41,36 +32,22 @@ class DeepRequest:
     """
 
     def __init__(self, evaluator: DeepEvaluator, request: BlockRequest, limits: Limits) -> None:
-        from heinfer.server.polynomial import Store, scratch_folder
-
-        self._evaluator = evaluator
         self._block: DeepBlock = evaluator.block
+        self._evaluator = evaluator
         self._request = request
         self._size = packed_bytes(self._block.chain.degree)
         self._step = max(1, limits.chunk_bytes // self._size)
-        self._held = ExitStack()
-        if not _places.acquire(blocking=False):
-            raise RefusedError(FailureCode.BUSY, f"{MOST_REQUESTS} requests for deep blocks are held already")
-        self._held.callback(_places.release)
-        self._folder = self._held.enter_context(scratch_folder(evaluator.scratch))
-        try:
-            self._make_room(Store)
-        except BaseException:
-            self.close()
-            raise
+        with ExitStack() as held:
+            held.enter_context(evaluator.resources.place())
+            self._folder = held.enter_context(evaluator.resources.space.folder(evaluator.scratch_bytes))
+            self._make_files()
+            self._held = held.pop_all()
 
-    def _make_room(self, store: type[Store]) -> None:
-        primes, degree = len(self._block.chain.primes), self._block.chain.degree
-        self._keys = store(self._folder / "keys", (primes, 2, primes + 1, degree))
-        self._inputs = [
-            store(self._folder / f"input-{n}", (prod(t.shape), 2, primes, degree))
-            for n, t in enumerate(self._block.inputs)
-        ]
-        parts = [x.create().reshape(-1, degree) for x in (self._keys, *self._inputs)]
-        moduli = self._block.chain.primes
-        self._parts = [
-            (part, (*moduli, self._block.chain.special) if not n else moduli) for n, part in enumerate(parts)
-        ]
+    def _make_files(self) -> None:
+        chain = self._block.chain
+        self._keys, self._inputs = self._evaluator.stores(self._folder)
+        files = [(self._keys, (*chain.primes, chain.special)), *((store, chain.primes) for store in self._inputs)]
+        self._parts = [(store.create().reshape(-1, chain.degree), moduli) for store, moduli in files]
 
     def add(self, chunk: Chunk) -> None:
         """Take the next rows."""
@@ -82,15 +59,14 @@ class DeepRequest:
                 part[row - first] = unpack(packed[row - chunk.first_row][None], part.shape[1], modulus)[0]
             first += len(part)
 
-    def evaluate(self) -> tuple[int, Iterator[Chunk]]:
+    def evaluate(self, gone: Gone = nobody_goes) -> tuple[int, Iterator[Chunk]]:
         """Evaluate the block when it is our turn; the answer is read and packed chunk by chunk."""
         self._parts = []
-        with _turn:
-            results = self._evaluator.evaluate_stored(self._folder, self._inputs, self._keys)
+        results = self._evaluator.evaluate_stored(self._folder, self._inputs, self._keys, gone)
         return self._block.rows_down, self._chunks(results)
 
     def close(self) -> None:
-        """Remove the files."""
+        """Remove the files and give all room back; once more is no harm."""
         self._parts = []
         self._held.close()
 

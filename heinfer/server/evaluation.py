@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.errors import CiphertextError
-from heinfer.operators import ResidueProgram
+from heinfer.operators.backends import Backend, LoadedProgram, NativeBackend
 from heinfer.plan import ServerBundle
 from heinfer.ring import even_slices, pack, packed_bytes, run_tiles, self_test, transpose_into, unpack
+from heinfer.server.polynomial.evaluator import DeepEvaluator
+from heinfer.server.polynomial.resources import DeepResources
 from heinfer.server.prepared import PreparedBlocks, SharedMerger
-
-if TYPE_CHECKING:
-    from heinfer.server.polynomial import DeepEvaluator
 
 #: Residues per tile of a transposition.
 _TILE_RESIDUES = 1 << 17
@@ -35,41 +32,50 @@ class BlockEvaluator:
     Args:
         bundle: the server's folder.
         merger: runs requests in prepared mode, of other plans too; None: of this one alone.
-        scratch: folder for the ciphertexts of deep blocks; None: the system's for temporary files.
+        resources: of deep blocks, shared with other plans; None: of this one alone.
+        backend: where products are made, those of deep blocks aside; None: natively.
 
     Raises:
         ParameterError: this machine's arithmetic is not exact.
+        InputError: weights do not fit into the backend's memory.
     """
 
-    def __init__(self, bundle: ServerBundle, merger: SharedMerger | None = None, scratch: Path | None = None) -> None:
+    def __init__(
+        self,
+        bundle: ServerBundle,
+        merger: SharedMerger | None = None,
+        resources: DeepResources | None = None,
+        backend: Backend | None = None,
+    ) -> None:
         self.bundle = bundle
         self._parameters = bundle.plan.ring.parameters
         self_test(self._parameters)
-        self._programs: dict[int, ResidueProgram] = {}
-        self.prepared = PreparedBlocks(bundle, merger) if bundle.plan.has_prepared_mode else None
-        self._scratch = scratch
+        self._backend = backend or NativeBackend()
+        self._programs: dict[int, LoadedProgram] = {}
+        self.prepared = PreparedBlocks(bundle, merger, self._backend) if bundle.plan.has_prepared_mode else None
+        self._resources = resources or DeepResources()
         self._deep: dict[int, DeepEvaluator] = {}
         self._deep_lock = threading.Lock()
-        self._stopped = False
 
     def deep(self, index: int) -> DeepEvaluator:
-        """Return what evaluates a deep block; the first call loads SEAL."""
-        from heinfer.server.polynomial import DeepEvaluator
-
+        """Return what evaluates a deep block, made when it is first needed."""
         with self._deep_lock:
             if index not in self._deep:
-                made = DeepEvaluator(self.bundle.plan.deep[index], self.bundle.arrays, self._scratch)
-                self._deep[index] = made
-                if self._stopped:
-                    made.stop()
+                self._deep[index] = DeepEvaluator(self.bundle.plan.deep[index], self.bundle.arrays, self._resources)
             return self._deep[index]
+
+    def check_room(self) -> None:
+        """Check that a request for each deep block fits on the disk if it is alone.
+
+        Raises:
+            InputError: one does not, which no node can change.
+        """
+        for index in range(len(self.bundle.plan.deep)):
+            self._resources.space.check(self.deep(index).scratch_bytes)
 
     def stop(self) -> None:
         """End what runs for deep blocks, which may take hours; blocks of one layer end by themselves."""
-        with self._deep_lock:
-            self._stopped = True
-            for evaluator in self._deep.values():
-                evaluator.stop()
+        self._resources.stop()
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Run blocks once on zeros, so that kernels are compiled before the first request.
@@ -97,14 +103,19 @@ class BlockEvaluator:
 
         Returns:
             int64 in [0, q), shape (output rows, columns).
+
+        Raises:
+            PlanError: somebody has written to the file of weights.
         """
+        self.bundle.check_unchanged()
         return _transposed(self._program(block).evaluate_joined(_transposed(residues)))
 
-    def _program(self, block: int) -> ResidueProgram:
+    def _program(self, block: int) -> LoadedProgram:
         """Return a block's program, made when it is first needed: a server in prepared mode holds weights once."""
         found = self._programs.get(block)
         if found is None:
-            found = ResidueProgram(self.bundle.plan.blocks[block].program, self.bundle.arrays, self._parameters)
+            program = self.bundle.plan.blocks[block].program
+            found = self._backend.load(program, self.bundle.arrays, self._parameters)
             self._programs[block] = found
         return found
 

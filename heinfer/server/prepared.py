@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.errors import CiphertextError
-from heinfer.operators import ResidueProgram
+from heinfer.operators.backends import Backend, NativeBackend
 from heinfer.plan import ServerBundle
-from heinfer.processes import core_count
 from heinfer.ring import pack, packed_bytes, unpack
 from heinfer.server.merging import Merger
 
@@ -30,9 +29,14 @@ _WARM_UP_SAMPLES = (1, 2)
 SharedMerger: TypeAlias = "Merger[tuple[PreparedBlocks, int]]"
 
 
-def shared_merger() -> SharedMerger:
-    """Return a merger for the blocks of several plans."""
-    return Merger(lambda block, residues: block[0].run(block[1], residues), core_count())
+def shared_merger(slots: int | None = None) -> SharedMerger:
+    """Return a merger for the blocks of several plans.
+
+    Args:
+        slots: evaluations at a time; None: what native products are worth.
+    """
+    slots = NativeBackend().slots if slots is None else slots
+    return Merger(lambda block, residues: block[0].run(block[1], residues), slots)
 
 
 class PreparedBlocks:
@@ -41,18 +45,20 @@ class PreparedBlocks:
     Args:
         bundle: the server's folder.
         merger: runs requests of other plans too; None: of this one alone.
+        backend: where products are made; None: natively.
     """
 
-    def __init__(self, bundle: ServerBundle, merger: SharedMerger | None = None) -> None:
+    def __init__(
+        self, bundle: ServerBundle, merger: SharedMerger | None = None, backend: Backend | None = None
+    ) -> None:
         self._ring = bundle.plan.ring.parameters
-        self._programs = [
-            ResidueProgram(form.program, {**bundle.arrays, **form.arrays}, self._ring)
-            for form in bundle.forms
-            if form is not None
-        ]
-        programs = [program.program for program in self._programs]
+        self._bundle = bundle
+        backend = backend or NativeBackend()
+        forms = [form for form in bundle.forms if form is not None]
+        self._programs = [backend.load(f.program, {**bundle.arrays, **f.arrays}, self._ring) for f in forms]
+        programs = [form.program for form in forms]
         self._values = [(sum(map(prod, p.inputs)), sum(map(prod, p.output_shapes))) for p in programs]
-        self._merger = merger or shared_merger()
+        self._merger = merger or shared_merger(backend.slots)
         self._counting = threading.Lock()
         self._products = 0
 
@@ -82,7 +88,9 @@ class PreparedBlocks:
 
         Raises:
             CiphertextError: a residue is not below q.
+            PlanError: somebody has written to the file of weights.
         """
+        self._bundle.check_unchanged()
         up, _ = self.values(block)
         return pack(self._merger.evaluate((self, block), unpack(packed, up, self._ring.modulus)))
 

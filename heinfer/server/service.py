@@ -50,7 +50,7 @@ from heinfer.wire import (
     row_bytes,
     serve_sessions,
 )
-from heinfer.wire.listener import ConnectionCounts
+from heinfer.wire.listener import ConnectionCounts, Heard
 
 logger = logging.getLogger(__name__)
 #: Connections served at once. A node may open 24 for a model, four uploads for each of two small runs and of four
@@ -73,8 +73,12 @@ class OpenRequest(Protocol):
             CiphertextError: they are no residues.
         """
 
-    def evaluate(self) -> tuple[int, Iterator[Chunk]]:
-        """Return the number of rows of the answer, and its chunks; all rows are there."""
+    def evaluate(self, gone: Callable[[], bool]) -> tuple[int, Iterator[Chunk]]:
+        """Return the number of rows of the answer, and its chunks; all rows are there.
+
+        Args:
+            gone: whether the node waits no more; looked at by what takes minutes, which ends then.
+        """
 
     def close(self) -> None:
         """Let go of what a request holds that does not come to its end."""
@@ -103,7 +107,7 @@ class StandardRequest:
     def close(self) -> None:
         """Nothing is held but memory."""
 
-    def evaluate(self) -> tuple[int, Iterator[Chunk]]:
+    def evaluate(self, gone: Callable[[], bool]) -> tuple[int, Iterator[Chunk]]:
         """Evaluate the block; the answer is packed chunk by chunk."""
         result = self._evaluator.evaluate(self._request.block, self._upload.residues)
         packed = pack_rows(result, self._request.samples, self._step)
@@ -135,7 +139,7 @@ class BatchRequest:
     def close(self) -> None:
         """Nothing is held but memory."""
 
-    def evaluate(self) -> tuple[int, Iterator[Chunk]]:
+    def evaluate(self, gone: Callable[[], bool]) -> tuple[int, Iterator[Chunk]]:
         """Evaluate the block; the answer is packed chunk by chunk."""
         result = self._evaluator.evaluate(self._request.block, self._residues)
         return len(result), self._chunks(result)
@@ -170,7 +174,7 @@ class PreparedRequest:
     def close(self) -> None:
         """Nothing is held but memory."""
 
-    def evaluate(self) -> tuple[int, Iterator[Chunk]]:
+    def evaluate(self, gone: Callable[[], bool]) -> tuple[int, Iterator[Chunk]]:
         """Evaluate the block, perhaps together with other requests for it."""
         request = self._request
         up, _ = self._blocks.values(request.block)
@@ -247,7 +251,7 @@ class EvaluatorService:
         """Return what has become of the sessions."""
         return self._server.connections()
 
-    def _handle(self, events: Iterator[NodeEvent]) -> Generator[ServerEvent | End, None, None]:
+    def _handle(self, events: Heard[NodeEvent]) -> Generator[ServerEvent | End, None, None]:
         greeting = next(events, None)
         served = self._plans.get(greeting.plan_hash) if isinstance(greeting, Hello) else None
         served = served or self._first  # which refuses what is not its own
@@ -264,7 +268,8 @@ class EvaluatorService:
                         case Chunk():
                             arriving[received.request_id].add(received, self._limits)
                         case UploadComplete(request=request):
-                            yield from self._answer(session, request, served, arriving[request.request_id])
+                            came = arriving[request.request_id]
+                            yield from self._answer(session, request, served, came, events)
                             self._memory.give(arriving.pop(request.request_id).needs)
                         case _:
                             pass
@@ -305,11 +310,16 @@ class EvaluatorService:
         return _Arriving(opened, needs, time.monotonic(), span)
 
     def _answer(
-        self, session: ServerSession, request: BlockRequest, served: _Served, arriving: _Arriving
+        self,
+        session: ServerSession,
+        request: BlockRequest,
+        served: _Served,
+        arriving: _Arriving,
+        events: Heard[NodeEvent],
     ) -> Iterator[ServerEvent]:
         started = time.perf_counter()
         with arriving.span.child(SpanName.EVALUATE):
-            rows, chunks = arriving.opened.evaluate()
+            rows, chunks = arriving.opened.evaluate(lambda: events.gone)
         seconds = time.perf_counter() - started
         self._log(served.name, request, rows, seconds)
         began, sent = time.monotonic(), 0

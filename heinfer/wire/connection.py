@@ -77,6 +77,9 @@ class Connection:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN | select.POLLRDHUP)
         self._wait: Callable[[int], object] = self._poll.poll  # milliseconds; whether there are news
+        self._leaving = select.poll()
+        self._leaving.register(sock, select.POLLRDHUP)  # and what poll tells unasked: an error, both halves closed
+        self._input_ended = False
 
     @property
     def closed(self) -> bool:
@@ -150,6 +153,19 @@ class Connection:
         except RemoteProtocolError:
             return True
 
+    @property
+    def peer_gone(self) -> bool:
+        """Whether the peer has closed its half or is gone; nothing is read, and what it said before may still be.
+
+        After `end_input` only an error tells.
+        """
+        try:
+            events = self._use(self._leaving.poll, 0)
+        except RemoteProtocolError:
+            return True
+        found = events[0][1] if events else 0
+        return bool(found & ~select.POLLRDHUP if self._input_ended else found)
+
     def await_news(self, seconds: float) -> bool:
         """Wait for news, but no longer than that; return whether there are any.
 
@@ -160,6 +176,7 @@ class Connection:
 
     def end_input(self) -> None:
         """Take nothing more from the peer than what has arrived; what we have to say can still be said."""
+        self._input_ended = True
         self._shutdown(socket.SHUT_RD)
 
     def end_output(self) -> None:

@@ -36,7 +36,29 @@ class Admitted:
     """A handler's word that the peer may be here, where it has nothing to tell it yet."""
 
 
-Handler = Callable[[Iterator[Incoming]], Generator[Outgoing | End | Admitted, None, None]]
+class Heard(Iterator[Incoming]):
+    """What a peer says, as it comes, and whether it is still there.
+
+    Args:
+        messages: what it says.
+        connection: to it.
+    """
+
+    def __init__(self, messages: Iterator[Incoming], connection: Connection) -> None:
+        self._messages = messages
+        self._connection = connection
+
+    def __next__(self) -> Incoming:
+        """Wait for what it says next."""
+        return next(self._messages)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the peer has closed its half, or can't be reached any more, though we have not heard all it said."""
+        return self._connection.peer_gone
+
+
+Handler = Callable[[Heard[Incoming]], Generator[Outgoing | End | Admitted, None, None]]
 
 #: Connections that are being told that the server is busy; those beyond are closed without a word.
 _REFUSALS = 16
@@ -255,7 +277,7 @@ class FrameServer(Generic[Incoming, Outgoing]):
     def _serve(self, connection: Connection) -> None:
         dialect = self._dialect
         try:
-            with closing(self._handler(self._hear(connection))) as events:
+            with closing(self._handler(Heard(self._hear(connection), connection))) as events:
                 for event in events:
                     if connection in self._arriving:
                         self._admitted(connection)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tenseal.sealapi as sealapi
 
-from heinfer.errors import CiphertextError
+from heinfer.errors import CiphertextError, ParameterError
 from heinfer.ring.chain import ChainParameters, choose_chain
 from heinfer.ring.saved_form import MemoryFile, format_ciphertext, parse_ciphertext, parse_keys, read_body
 from heinfer.ring.seal_chain import SealChain
@@ -59,6 +61,32 @@ def test_keys_go_through_arrays(chain: SealChain, parameters: ChainParameters) -
         chain.load_keys(bad)
     with pytest.raises(CiphertextError):
         chain.load_keys(residues[:, :, :-1])
+
+
+def test_descriptors_do_not_grow(parameters: ChainParameters) -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = count()
+    for _ in range(20):
+        with SealChain(sealapi, parameters):
+            assert count() == before + 1
+        MemoryFile()  # whose last user is gone at once
+    assert count() == before
+
+
+def test_a_closed_file_in_memory_is_nobody_elses() -> None:
+    with MemoryFile() as file:
+        file.write(b"content")
+        path = file.path
+        assert file.read() == b"content"
+    file.close()  # once more is no harm
+    other = MemoryFile()
+    assert other.path == path  # its number is given again, so the closed one must not name it
+    for use in (lambda: file.path, file.read, file.clear, lambda: file.write(b"x")):
+        with pytest.raises(ParameterError, match="closed"):
+            use()
+    assert other.read() == b""
 
 
 def test_what_is_no_saved_form_is_refused(chain: SealChain) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import heinfer.server.polynomial as server
+from heinfer.server.polynomial import processes
+from heinfer.server.polynomial.evaluator import DeepEvaluator
 from heinfer.wire import Limits
 from partitioner import partition
 from partitioner.deep.building import FitOptions
@@ -56,7 +57,9 @@ def watch(bundle: Path, pool: WatchedPool) -> Iterator[Watch]:
         return proxies[0].address
 
     with pytest.MonkeyPatch.context() as patch, DeepPool(1) as deep:
-        patch.setattr(server, "core_count", lambda: 0)  # no processes on the server's side: they take seconds to start
+        patch.setattr(
+            processes, "core_count", lambda: 0
+        )  # no processes on the server's side: they take seconds to start
         with parties(bundle, pool, through, deep=deep) as both, proxies[0] as proxy:
             yield Watch(both, proxy)
 
@@ -84,14 +87,14 @@ def test_nan_of_one_request_fails_that_one_alone(watch: Watch) -> None:
 def test_a_deep_block_may_take_longer_than_any_other_reply(
     bundle: Path, pool: WatchedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate = server.DeepEvaluator.evaluate_stored
+    evaluate = DeepEvaluator.evaluate_stored
 
     def late(*arguments: Any) -> Any:
         time.sleep(2.5 * REPLY_S)
         return evaluate(*arguments)
 
-    monkeypatch.setattr(server, "core_count", lambda: 0)
-    monkeypatch.setattr(server.DeepEvaluator, "evaluate_stored", late)
+    monkeypatch.setattr(processes, "core_count", lambda: 0)
+    monkeypatch.setattr(DeepEvaluator, "evaluate_stored", late)
     x = np.full((2, 3), 0.5, np.float32)
     with DeepPool(1) as deep, parties(bundle, pool, limits=Limits(reply_s=REPLY_S, retry_s=0), deep=deep) as both:
         assert np.isfinite(both.engine.infer({"x": x}).outputs["y"]).all()

@@ -107,6 +107,147 @@ def test_no_module_reads_files_in_a_way_that_may_run_code() -> None:
     assert {name: reasons for name, reasons in found.items() if reasons} == {}
 
 
+#: What has to do with secrets in SEAL.
+SECRETS = {"KeyGenerator", "SecretKey", "PublicKey", "Decryptor", "Encryptor"}
+#: Ways to a name that this search could not see through.
+DETOURS = {
+    "getattr",
+    "vars",
+    "globals",
+    "locals",
+    "attrgetter",
+    "import_module",
+    "__import__",
+    "__dict__",
+    "eval",
+    "exec",
+}
+#: Where a name is looked up by value: in what a thread keeps, and a field of the counts of connections.
+KNOWN_LOOKUPS = {"getattr(_local, name, None)", "getattr(read(), reason)"}
+#: What may be imported by these modules alone, of all packages.
+FENCED = {
+    "tenseal": {"heinfer.server.polynomial.arithmetic", "trusted_node.deep", "trusted_node.seal"},
+    "heinfer.ring.seal_chain": {
+        "heinfer.server.polynomial.arithmetic",
+        "heinfer.server.polynomial.running",
+        "heinfer.server.polynomial.worker",
+        "trusted_node.deep",
+    },
+    "heinfer.ring.saved_form": {"heinfer.ring.seal_chain", "trusted_node.deep", "trusted_node.seal"},
+}
+#: All that the server uses of SEAL's binding.
+USED_BY_THE_SERVER = {"Ciphertext", "Plaintext", "Evaluator", "CKKSEncoder"}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(tree: ast.AST, module: str) -> set[str]:
+    """Return every module that a module imports, and what of it, as dotted names."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                found |= {alias.name for alias in node.names}
+            case ast.ImportFrom():
+                base = module.split(".")[: -node.level] if node.level else []
+                source = ".".join([*base, *([node.module] if node.module else [])])
+                found |= {source, *(f"{source}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def crosses(name: str, fence: str) -> bool:
+    return name == fence or name.startswith(f"{fence}.")
+
+
+def fenced(tree: ast.AST, module: str) -> set[str]:
+    """Return what a module imports, though others alone may."""
+    names = imported(tree, module)
+    return {f for f, allowed in FENCED.items() if module not in allowed and any(crosses(name, f) for name in names)}
+
+
+def reaches(tree: ast.AST) -> set[str]:
+    """Return what in a module names a secret of SEAL, or may reach one by a name that can't be read here."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(), *_]):
+                pass  # the name can be read, as a constant below
+            case ast.Call() if ast.unparse(node) in KNOWN_LOOKUPS:
+                pass
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in DETOURS:
+                found.add(name)
+            case ast.Attribute(attr="__dict__"):
+                found.add("__dict__")
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) if name in SECRETS:
+                found.add(name)
+            case ast.Constant(value=str(text)) if text in SECRETS:
+                found.add(text)
+            case ast.Import() | ast.ImportFrom():
+                if {name.partition(".")[0] for name in imported(node, "")} & {"importlib", "pkgutil", "runpy"}:
+                    found.add("importlib")
+    return found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seal.KeyGenerator(context)", "from tenseal.sealapi import SecretKey", "from x import Decryptor as D",
+        "getattr(seal, 'Encryptor')", "getattr(seal, 'Key' + 'Generator')", "getattr(seal, name)",
+        "vars(seal)[name]", "seal.__dict__[name]", "__import__('tenseal')", "import importlib",
+        "from importlib import import_module", "operator.attrgetter(name)(seal)", "name = 'SecretKey'",
+    ],
+)  # fmt: skip
+def test_a_planted_way_to_a_secret_is_found(text: str) -> None:
+    assert reaches(ast.parse(f"def planted():\n    {text}"))
+    assert not reaches(ast.parse("getattr(x, 'size'); seal.Evaluator(context); from numpy import array"))
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "found"),
+    [
+        ("heinfer.server.service", "import tenseal.sealapi as s", "tenseal"),
+        ("heinfer.server.polynomial.running", "from tenseal import sealapi", "tenseal"),
+        ("heinfer.server.service", "from heinfer.ring import seal_chain", "heinfer.ring.seal_chain"),
+        ("heinfer.ring.product", "from .seal_chain import SealChain", "heinfer.ring.seal_chain"),
+        ("heinfer.client.api", "from heinfer.ring.saved_form import MemoryFile", "heinfer.ring.saved_form"),
+        ("heinfer.ring", "def f():\n    import heinfer.ring.saved_form", "heinfer.ring.saved_form"),
+    ],
+)
+def test_a_planted_import_is_found(module: str, text: str, found: str) -> None:
+    assert fenced(ast.parse(text), module) == {found}
+    assert not fenced(ast.parse("from heinfer.ring import pack; import tensealike"), module)
+
+
+def test_seal_and_its_saved_form_are_imported_by_those_that_may() -> None:
+    found = {name_of(path): imported(ast.parse(path.read_text()), name_of(path)) for path in sources()}
+    for fence, allowed in FENCED.items():  # who may and does not, should not be named
+        assert {m for m, names in found.items() if any(crosses(name, fence) for name in names)} == allowed
+
+
+def test_server_and_ring_neither_name_nor_reach_a_secret() -> None:
+    found = {}
+    for path in sources():
+        if name_of(path).startswith(("heinfer.server", "heinfer.ring")) and (
+            reached := reaches(ast.parse(path.read_text()))
+        ):
+            found[name_of(path)] = reached
+    assert found == {}
+
+
+def test_the_server_uses_nothing_of_seal_but_what_works_on_ciphertexts() -> None:
+    tree = ast.parse((REPOSITORY / "heinfer/server/polynomial/arithmetic.py").read_text())
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "sealapi"]
+    attributes = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.value in uses}
+    assert attributes == USED_BY_THE_SERVER
+    handed_on = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and any(a in uses for a in n.args)]
+    assert [ast.unparse(call.func) for call in handed_on] == ["SealChain"]
+    of_attributes = sum(isinstance(n, ast.Attribute) and n.value in uses for n in ast.walk(tree))
+    assert len(uses) == of_attributes + 1  # and nothing else is done with it
+
+
 LOADING = """
 import collections, pickle, sys
 from pathlib import Path

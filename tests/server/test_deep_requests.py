@@ -14,14 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import heinfer.server.polynomial as server
-from heinfer.errors import CiphertextError, HeinferError
+from heinfer.errors import CiphertextError, HeinferError, InputError
 from heinfer.plan.deep import DeepBlock, evaluate_deep
 from heinfer.plan.deep_noise import deep_error_bounds
 from heinfer.ring import pack, packed_bytes, unpack
-from heinfer.server.deep import MOST_REQUESTS, DeepRequest
-from heinfer.server.polynomial import DeepEvaluator
+from heinfer.server.deep import DeepRequest
+from heinfer.server.polynomial import files as deep_files
+from heinfer.server.polynomial import units
+from heinfer.server.polynomial.evaluator import DeepEvaluator
+from heinfer.server.polynomial.resources import MOST_REQUESTS, DeepResources
 from heinfer.wire import BlockRequest, Chunk, FailureCode, Limits, Mode, RefusedError
+from heinfer.wire.messages import failure_code
 from tests.server.test_polynomial import RESULT, SCALE, make_block, new_secret
 from trusted_node.deep import DeepSecret
 
@@ -67,7 +70,7 @@ def upload() -> Upload:
 
 @pytest.fixture
 def evaluator(upload: Upload, tmp_path: Path) -> DeepEvaluator:
-    return DeepEvaluator(upload.block, upload.arrays, tmp_path, workers=0)
+    return DeepEvaluator(upload.block, upload.arrays, DeepResources(tmp_path, workers=0))
 
 
 def open_request(evaluator: DeepEvaluator) -> DeepRequest:
@@ -146,9 +149,9 @@ def test_a_full_disk_fails_one_request(
         made.append(size)
         if len(made) > files:
             raise OSError(errno.ENOSPC, "no space left on device")
-        server.os.ftruncate(descriptor, size)
+        deep_files.os.ftruncate(descriptor, size)
 
-    monkeypatch.setattr(server.os, "posix_fallocate", allocate)
+    monkeypatch.setattr(deep_files.os, "posix_fallocate", allocate)
     if files < 2:
         with pytest.raises(OSError, match="no space"):
             open_request(evaluator)
@@ -166,8 +169,62 @@ def test_a_full_disk_fails_one_request(
     upload.check(request.evaluate()[1])
 
 
+@pytest.mark.parametrize(("activation", "degree"), [("square", 2), ("polynomial", 3)])
+def test_room_on_the_disk_is_computed_exactly(
+    activation: str, degree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the most that lies there at any time: measured whenever a file is made."""
+    block, arrays = make_block(activation, degree)
+    secret, seen = new_secret(block), list[int]()
+    create = deep_files.Store.create
+
+    def watched(store: deep_files.Store) -> np.ndarray:
+        made = create(store)
+        seen.append(sum(path.stat().st_size for path in store.path.parent.iterdir()))
+        return made
+
+    monkeypatch.setattr(deep_files.Store, "create", watched)
+    evaluator = DeepEvaluator(block, arrays, DeepResources(tmp_path, workers=0))
+    evaluator.evaluate(secret.encrypt(np.zeros((20, 1)), SCALE), secret.make_keys())
+    assert evaluator.scratch_bytes == max(seen)
+
+
+def test_a_request_waits_outside_while_others_hold_the_room(upload: Upload, tmp_path: Path) -> None:
+    needs = DeepEvaluator(upload.block, upload.arrays).scratch_bytes
+    resources = DeepResources(tmp_path, 2 * needs - 1, workers=0)
+    evaluator = DeepEvaluator(upload.block, upload.arrays, resources)
+    first = open_request(evaluator)
+    assert resources.space.used == needs
+    written = list(tmp_path.iterdir())
+    for _ in range(MOST_REQUESTS):  # a refused one keeps neither room nor place
+        with pytest.raises(RefusedError) as refused:
+            open_request(evaluator)
+        assert refused.value.code is FailureCode.BUSY
+        assert "disk" in str(refused.value)
+    assert list(tmp_path.iterdir()) == written
+    first.close()
+    assert resources.space.used == 0
+    open_request(evaluator).close()
+
+
+def test_a_request_that_never_fits_is_refused_for_good(
+    upload: Upload, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    needs = DeepEvaluator(upload.block, upload.arrays).scratch_bytes
+    for total, fits in ((needs, True), (needs - 1, False)):
+        evaluator = DeepEvaluator(upload.block, upload.arrays, DeepResources(tmp_path, total, workers=0))
+        if fits:
+            open_request(evaluator).close()
+        else:
+            with pytest.raises(InputError, match="--scratch-bytes") as refused:
+                open_request(evaluator)
+            assert failure_code(refused.value) is FailureCode.FAILED  # which a node does not ask again
+    assert "--scratch-bytes" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
 def test_files_are_made_of_blocks_not_of_holes(tmp_path: Path) -> None:
-    store = server.Store(tmp_path / "value", (3, 2, 2, 4096))
+    store = deep_files.Store(tmp_path / "value", (3, 2, 2, 4096))
     store.create()
     found = store.path.stat()
     assert found.st_size == 8 * 3 * 2 * 2 * 4096
@@ -177,8 +234,8 @@ def test_files_are_made_of_blocks_not_of_holes(tmp_path: Path) -> None:
 def test_processes_end_with_an_evaluation_that_is_stopped(
     upload: Upload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "UNIT_BYTES", 1)  # one row a unit
-    evaluator = DeepEvaluator(upload.block, upload.arrays, tmp_path, workers=1)
+    monkeypatch.setattr(units, "UNIT_BYTES", 1)  # one row a unit
+    evaluator = DeepEvaluator(upload.block, upload.arrays, DeepResources(tmp_path, workers=1))
     before = set(multiprocessing.active_children())
     request = open_request(evaluator)
     for chunk in upload.chunks():
@@ -195,8 +252,8 @@ def test_processes_end_with_an_evaluation_that_is_stopped(
     thread = threading.Thread(target=evaluate)
     thread.start()
     wait_for(lambda: set(multiprocessing.active_children()) - before, START_S)
-    evaluator.stop()
-    thread.join(START_S)  # a process that starts is only told once it has started
+    evaluator.resources.stop()
+    thread.join(END_S)
     assert failed
     assert "stopped" in str(failed[0])
     wait_for(lambda: not set(multiprocessing.active_children()) - before, END_S)
