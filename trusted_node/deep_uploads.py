@@ -1,7 +1,7 @@
 """One upload of a deep block: keys and inputs out, outputs back.
 
     inputs --(divide by range, encrypt: workers)--> keys, rows --> server
-    outputs <--(calibrate; decrypt: workers)-------------- rows <-- server
+    outputs, bounds <--(calibrate; decrypt: workers)------ rows <-- server
 
 An upload has a secret of its own, and the relinearisation keys of that secret travel with it. A row is one polynomial
 modulo one prime. Answers are not checked: what catches a server that computes something else elsewhere is linear, and
@@ -26,7 +26,7 @@ from heinfer.ring import packed_bytes
 from heinfer.wire import BlockAnswer, Chunk, Limits, Mode
 from trusted_node.deep_workers import DeepPool, Opened, Packed
 from trusted_node.delivery import Delivery
-from trusted_node.results import BlockResult
+from trusted_node.results import BlockResult, finish_deep
 from trusted_node.statistics import QueryStatistics
 
 #: Elements that one task of a worker takes, and tasks that wait for workers at most.
@@ -55,6 +55,8 @@ class DeepUpload:
         statistics: QueryStatistics,
         limits: Limits,
     ) -> None:
+        self._bundle = bundle
+        self._deep = block
         self._block = bundle.plan.deep[block]
         self._terms = bundle.deep[block]
         self._index = len(bundle.plan.blocks) + block  # as the wire counts
@@ -68,6 +70,7 @@ class DeepUpload:
         self._sent = False
         self._row = 0
         self._samples = 0
+        self._outside = np.zeros(0, np.int64)
         self.waited_s = 0.0
 
     def send(self, values: list[NDArray[Any]]) -> None:
@@ -77,7 +80,7 @@ class DeepUpload:
         self._sent = True
         started = time.perf_counter()
         scaled = self._terms.scale(values)
-        self._statistics.add_outside(inputs=self._terms.outside(scaled))
+        self._outside = self._terms.outside(scaled)
         self._samples = len(values[0])
         elements = np.concatenate([x.reshape(self._samples, -1).T for x in scaled])
         self._delivery.open_request(self._index, self._samples, Mode.DEEP)
@@ -99,7 +102,7 @@ class DeepUpload:
         """Receive and decrypt the answer, then wipe the secret.
 
         Args:
-            bounded: leading samples whose error bounds are wanted; a deep block has none, so they are NaN.
+            bounded: leading samples whose error bounds are wanted; NaN outside of the calibrated ranges.
         """
         started = time.perf_counter()
         try:
@@ -107,15 +110,13 @@ class DeepUpload:
         finally:
             self.wipe()
         outputs, first = [], 0
-        for spec, terms in zip(self._block.outputs, self._terms.outputs, strict=True):
+        for spec in self._block.outputs:
             size = prod(spec.shape)
-            v = values[first : first + size].T.reshape(self._samples, *spec.shape)
-            self._statistics.add_outside(outputs=terms.outside(v * terms.range))
-            outputs.append(terms.finish(v).astype(np.float32))
+            outputs.append(values[first : first + size].T.reshape(self._samples, *spec.shape))
             first += size
+        result = finish_deep(self._bundle, self._deep, self._outside, outputs, bounded, self._statistics)
         self.waited_s += time.perf_counter() - started
-        bounds = [np.full((bounded, *spec.shape), np.nan) for spec in self._block.outputs]
-        return BlockResult(outputs, bounds)
+        return result
 
     def wipe(self) -> None:
         """Overwrite the secret."""

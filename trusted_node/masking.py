@@ -81,6 +81,15 @@ def _write_mask(
 
 
 @kernel
+def subtract_from_noise(noise: NDArray[np.int8], whole: int, out: Residues) -> None:
+    """Replace a s, residues in [0, q), by e - a s mod q; shape (samples, values) both."""
+    for sample in range(out.shape[0]):
+        for i in range(out.shape[1]):
+            value = int(noise[sample, i]) - out[sample, i]
+            out[sample, i] = value + ((value >> 63) & whole)
+
+
+@kernel
 def _write_reads(
     product: Floats, lane: int, reads: NDArray[np.int64], first: int, stride: int, whole: int, out: Residues
 ) -> None:

@@ -17,15 +17,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
 from math import prod
-from typing import Any, Final, Never
+from typing import TYPE_CHECKING, Any, Final, Never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.errors import LocalProtocolError
 from heinfer.operators import HintKind
+from heinfer.operators.copies import Copies
 from heinfer.operators.prepared import Hint, PreparedForm
 from heinfer.operators.residues import compile_step
 from heinfer.operators.steps import WEIGHTED, Take
@@ -45,11 +49,16 @@ from trusted_node.masking import (
 from trusted_node.results import row_terms
 from trusted_node.sampling import draw_noise, draw_ternary, wipe
 
+if TYPE_CHECKING:
+    from heinfer.operators.torch_device import TorchDevice
+    from trusted_node.device_products import DeviceProducts, DeviceTransform
+
 Residues = NDArray[np.int64]
 Floats = NDArray[np.float64]
 #: Linux's advice to leave memory out of core dumps, and to give a forked child zeros instead (madvise(2)).
 _DONT_DUMP, _WIPE_ON_FORK = 16, 18
 _WORD: Final = 8
+_SIGN_BIT: Final = 63
 #: From so many samples on, a job takes LANES samples at once; below, most lanes would be empty.
 _LANES_OF_SAMPLES: Final = 4
 #: Memory that is kept for coming queries.
@@ -68,9 +77,17 @@ class BlockMaterial:
         scale: output scale of every value that comes back, joined over outputs.
         bias: likewise.
         is_direct: whether the corrections of one weighted step are those of the block: nothing happens after it.
+        on_device: public polynomials and hints where a device multiplies them, which are not here then; else None.
     """
 
-    def __init__(self, bundle: NodeBundle, block: int, hints: BlockHints) -> None:
+    def __init__(
+        self,
+        bundle: NodeBundle,
+        block: int,
+        hints: BlockHints,
+        transform: DeviceTransform | None = None,
+        copies: Copies | None = None,
+    ) -> None:
         assert bundle.hints is not None  # a plan with prepared mode has hints
         self.form: PreparedForm = hints.form
         self.ring: RingParameters = block_ring(bundle.plan, block)
@@ -80,9 +97,16 @@ class BlockMaterial:
             public_polynomials(bundle.plan, bundle.plan_hash, bundle.hints.seed, block)
         )
         self.elements = _elements(self.form)
-        self.hints: tuple[NDArray[Any], ...] = tuple(
-            self._load(hint, packed) for hint, packed in zip(self.form.hints, hints.packed, strict=True)
-        )
+        self._copies = copies or Copies()
+        self.hints: tuple[NDArray[Any], ...] = hints.packed
+        self.on_device = None
+        if transform is None:
+            for number in range(len(self.hints)):
+                with self.hint(number):
+                    pass  # checked once, and kept while there is room
+        else:
+            self.hints = tuple(starmap(self._load, zip(self.form.hints, hints.packed, strict=True)))
+            self.on_device = self._move(transform)
         self.scale, self.bias = row_terms(bundle, block)
         shapes = self.form.program.shapes
         self.starts = np.cumsum([0, *(prod(shape) for shape in self.form.program.inputs)])
@@ -100,6 +124,29 @@ class BlockMaterial:
     def value_of(self, hint: Hint) -> int:
         """Return the number of the value that a hint's step makes."""
         return len(self.form.program.inputs) + hint.step
+
+    def hint(self, number: int) -> AbstractContextManager[NDArray[Any]]:
+        """Lend a hint as kernels want it: transformed, or residues of dense rows, or weights.
+
+        Args:
+            number: which of the form's hints; one that a device multiplies is empty.
+        """
+        found, packed = self.form.hints[number], self.hints[number]
+        if self.on_device is not None or found.kind is HintKind.ELEMENTWISE:
+            return nullcontext(packed)
+        groups = found.rows if found.kind is HintKind.DENSE else -(-found.rows // LANES) * LANES
+        size = groups * self.ring.degree * _WORD
+        return self._copies.use((self, number), size, partial(self._load, found, packed))
+
+    def _move(self, transform: DeviceTransform) -> DeviceProducts:
+        """Move what is multiplied with secrets to a device; weights of elementwise hints stay."""
+        from trusted_node.device_products import DeviceProducts
+
+        moved = DeviceProducts(transform, self.form, self.public, self.hints)
+        self.public = self.public[:0].copy()  # a view would keep all of it
+        kept = (hint.kind is HintKind.ELEMENTWISE for hint in self.form.hints)
+        self.hints = tuple(data if keep else data[:0].copy() for keep, data in zip(kept, self.hints, strict=True))
+        return moved
 
     def _load(self, hint: Hint, packed: NDArray[Any]) -> NDArray[Any]:
         if hint.kind is HintKind.ELEMENTWISE:
@@ -304,22 +351,51 @@ class _Job:
     lane: int
 
 
+def _transforms_on(device: TorchDevice, bundle: NodeBundle) -> dict[RingParameters, DeviceTransform]:
+    """Return a device's transforms of all rings of a bundle; the only way to PyTorch in a node."""
+    from trusted_node.device_products import DeviceTransform
+
+    rings = dict.fromkeys(block_ring(bundle.plan, i) for i in range(len(bundle.plan.blocks)))
+    return {ring: DeviceTransform(device, ring) for ring in rings}
+
+
+def _residues_of(job: _Job, modulus: int) -> Residues:
+    """Return a job's evaluations in [0, q), shape (samples, N): secret, to be wiped."""
+    count = job.samples.stop - job.samples.start
+    rows = np.empty((count, len(job.evaluations)), np.int64)
+    np.copyto(rows, job.evaluations[:, job.lane : job.lane + count].T, casting="unsafe")
+    negative = rows >> _SIGN_BIT
+    negative &= modulus
+    rows += negative
+    wipe(negative)
+    return rows
+
+
 class Preparer:
     """Prepares queries; safe to use from several threads.
 
     Args:
         bundle: the node's folder, with hints.
+        device: where secrets are multiplied with public polynomials and hints; None: natively.
+        copies: keeps transformed hints; None: of this preparer alone, within the default budget.
 
     Raises:
-        ParameterError: this machine's transform is not exact.
+        ParameterError: this machine's transform is not exact, or the device's.
+        InputError: hints do not fit into the device's memory.
     """
 
-    def __init__(self, bundle: NodeBundle) -> None:
+    def __init__(self, bundle: NodeBundle, device: TorchDevice | None = None, copies: Copies | None = None) -> None:
         assert bundle.hints is not None  # the caller has looked
+        self._file = bundle.hints.file
+        self._copies = copies or Copies()
         for ring in {block_ring(bundle.plan, i) for i in range(len(bundle.plan.blocks))}:
             transform_self_test(ring)
         self._spare = _SpareMemory()
-        self.materials = [BlockMaterial(bundle, i, hints) for i, hints in enumerate(bundle.hints.blocks)]
+        transforms = {} if device is None else _transforms_on(device, bundle)
+        self.materials = [
+            BlockMaterial(bundle, i, hints, transforms.get(block_ring(bundle.plan, i)), self._copies)
+            for i, hints in enumerate(bundle.hints.blocks)
+        ]
 
     @property
     def query_bytes(self) -> int:
@@ -332,7 +408,11 @@ class Preparer:
         Args:
             samples: how many samples it is for; each has its own secrets.
             threads: most threads to use; None: the cores of this process.
+
+        Raises:
+            PlanError: somebody has written to the file of hints.
         """
+        self._file.check_unchanged()
         query = PreparedQuery(self.materials, samples, self._spare)
         secrets: list[NDArray[Any]] = []
         jobs: list[_Job] = []
@@ -350,6 +430,7 @@ class Preparer:
     def forget(self) -> None:
         """In a forked child: the parent's lock may be held for ever."""
         self._spare = _SpareMemory()
+        self._copies.forget()
 
     def _draw(self, degree: int, samples: int, secrets: list[NDArray[Any]], threads: int | None) -> list[_Job]:
         """Draw secrets for all blocks of a degree, a fresh one for every block and sample."""
@@ -386,40 +467,51 @@ class Preparer:
         material = self.materials[job.block]
         form, ring = material.form, material.tables
         masks, corrections = (array[job.samples] for array in query.material(job.block))
-        samples, degree = len(masks), form.degree
-        secrets, lanes, products = (scratch_array(name, degree, LANES) for name in ("secrets", "lanes", "products"))
+        samples, degree, device = len(masks), form.degree, material.on_device
         noise = draw_noise(samples * form.values_up).reshape(samples, form.values_up)
-        temporary += [secrets, products, noise]
-        if samples == 1:
-            fill_lanes(job.evaluations, job.lane, secrets)
+        temporary.append(noise)
+        if device is not None:
+            moved = _residues_of(job, int(ring.modulus))
+            temporary.append(moved)
+            device.make_masks(moved, noise, masks)
         else:
-            secrets[...] = job.evaluations
-        to_residues(secrets, ring.modulus)
-        make_masks(material.public, secrets, ring, material.elements, noise, lanes, products, masks)
+            secrets, lanes, products = (scratch_array(name, degree, LANES) for name in ("secrets", "lanes", "products"))
+            temporary += [secrets, products]
+            if samples == 1:
+                fill_lanes(job.evaluations, job.lane, secrets)
+            else:
+                secrets[...] = job.evaluations
+            to_residues(secrets, ring.modulus)
+            make_masks(material.public, secrets, ring, material.elements, noise, lanes, products, masks)
         values: dict[int, Residues] = {}
-        for hint, data in zip(form.hints, material.hints, strict=True):
+        for number, hint in enumerate(form.hints):
             value = material.value_of(hint)
             out = corrections
             if not material.is_direct:
                 out = np.empty((samples, material.sizes[value]), np.int64)
                 temporary.append(out)
-            match hint.kind:
-                case HintKind.POLYNOMIAL:
-                    strides = hint.row_stride, hint.read_stride
-                    make_polynomial_corrections(
-                        data, hint.rows, secrets, ring, hint.reads, *strides, lanes, products, out
-                    )
-                case HintKind.DENSE:
-                    plus, minus = (np.empty(job.secrets.shape, np.int64) for _ in range(2))
-                    temporary += [plus, minus]
-                    for sign, bits in ((1, plus), (-1, minus)):
-                        np.equal(job.secrets, sign, out=bits, casting="unsafe")
-                        np.negative(bits, out=bits)
-                    make_dense_corrections(data, plus, minus, material.ring.modulus, out)
-                case HintKind.ELEMENTWISE:
-                    source = form.program.steps[hint.step].source  # type: ignore[union-attr]
-                    part = slice(int(material.starts[source]), int(material.starts[source + 1]))
-                    make_elementwise_corrections(data, masks[:, part], noise[:, part], ring, out)
+            with material.hint(number) as data:
+                match hint.kind:
+                    case HintKind.POLYNOMIAL if device is not None:
+                        device.make_polynomial_corrections(number, hint, moved, out)
+                    case HintKind.DENSE if device is not None:
+                        device.make_dense_corrections(number, job.secrets, out)
+                    case HintKind.POLYNOMIAL:
+                        strides = hint.row_stride, hint.read_stride
+                        make_polynomial_corrections(
+                            data, hint.rows, secrets, ring, hint.reads, *strides, lanes, products, out
+                        )
+                    case HintKind.DENSE:
+                        plus, minus = (np.empty(job.secrets.shape, np.int64) for _ in range(2))
+                        temporary += [plus, minus]
+                        for sign, bits in ((1, plus), (-1, minus)):
+                            np.equal(job.secrets, sign, out=bits, casting="unsafe")
+                            np.negative(bits, out=bits)
+                        make_dense_corrections(data, plus, minus, material.ring.modulus, out)
+                    case HintKind.ELEMENTWISE:
+                        source = form.program.steps[hint.step].source  # type: ignore[union-attr]
+                        part = slice(int(material.starts[source]), int(material.starts[source + 1]))
+                        make_elementwise_corrections(data, masks[:, part], noise[:, part], ring, out)
             values[value] = out
         if not material.is_direct:
             self._finish(material, values, corrections, temporary)

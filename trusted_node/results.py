@@ -2,8 +2,13 @@
 
     decrypted values, float32 --(add the digits of every output)--> outputs --(round those of a last block)--> outputs
 
+    values of a deep block, float64 --(times range, gain, offset)--> outputs, bounds where all is within the ranges
+
 An output of two digits of 15 bits comes as 1.5 (what the weights' first digits give, bias included) and 2.1e-5 (what
 the second ones add). Each was cast to float32, and their sum is cast once more; the bounds of the digits add up.
+
+Outputs of a deep block are not rounded to a grid. Their bounds come with the plan (`heinfer.plan.deep_noise`); a sample
+of which an input or an output lies outside of the calibrated ranges has none, which is NaN.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.plan import NodeBundle
+from heinfer.plan.deep_terms import Counts
 from heinfer.ring import FLOAT32_ROUNDING
 from trusted_node.rounding import round_to_step, rounding_step
 from trusted_node.scaling import SampleScales
@@ -26,7 +32,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """Outputs of a block, float32 of shape (samples, *shape), and error bounds for the leading samples asked for."""
+    """Outputs of a block, float32 of shape (samples, *shape), and error bounds for the leading samples asked for.
+
+    A deep block has bounds of NaN for samples outside of the calibrated ranges.
+    """
 
     outputs: list[NDArray[np.float32]]
     bounds: list[Floats]
@@ -76,6 +85,42 @@ def finish_outputs(
             statistics.raise_bounds(float(bound.max(initial=0.0)), float(step.max(initial=0.0)))
         outputs.append(part)
         bounds.append(bound[:bounded])
+    return BlockResult(outputs, bounds)
+
+
+def finish_deep(
+    bundle: NodeBundle,
+    index: int,
+    inputs_outside: Counts,
+    values: Sequence[Floats],
+    bounded: int,
+    statistics: QueryStatistics,
+) -> BlockResult:
+    """Make outputs of a deep block's values, count what lies outside of the calibrated ranges, and state bounds.
+
+    Args:
+        bundle: the node's folder.
+        index: the deep block.
+        inputs_outside: of every sample, how many inputs lie outside of the ranges.
+        values: one array an output, as the server has it, shape (samples, *shape).
+        bounded: leading samples whose error bounds are wanted.
+        statistics: takes the bounds of last blocks, and counts.
+    """
+    terms, last = bundle.deep[index], index in bundle.plan.last_deep
+    outside = np.sum([o.outside(v * o.range) for o, v in zip(terms.outputs, values, strict=True)], axis=0)
+    statistics.add_outside(int(inputs_outside.sum()), int(outside.sum()))
+    within = inputs_outside + outside == 0
+    outputs, bounds, largest = [], [], 0.0
+    for output, v in zip(terms.outputs, values, strict=True):
+        part = output.finish(v).astype(np.float32)
+        leading = len(part) if last else bounded
+        bound = output.error_bound(part[:leading])
+        largest = max(largest, float(bound[within[:leading]].max(initial=0.0)))
+        bound[~within[:leading]] = np.nan
+        outputs.append(part)
+        bounds.append(bound[:bounded])
+    if last:
+        statistics.add_deep_bounds(largest, int(np.count_nonzero(~within)), fitted=not terms.exact)
     return BlockResult(outputs, bounds)
 
 

@@ -31,7 +31,7 @@ from heinfer.wire import Mode
 from trusted_node.engine import DataError, QueryResult, check_inputs
 from trusted_node.masking import add_to_masks, remove_corrections
 from trusted_node.modes import ModeChoice, choose_mode
-from trusted_node.results import BlockResult, finish_outputs, row_terms
+from trusted_node.results import BlockResult, finish_deep, finish_outputs, row_terms
 from trusted_node.sampling import draw_noise
 from trusted_node.scaling import SampleScales, join_values, prepared_values, sample_peaks, scale_samples
 from trusted_node.statistics import QueryStatistics
@@ -137,19 +137,15 @@ class Simulator:
     def _run_deep(
         self, index: int, tensors: Tensors, traced: int, statistics: QueryStatistics, trace: dict[str, NDArray[Any]]
     ) -> dict[str, NDArray[Any]]:
-        """Evaluate a deep block's polynomials in the clear, and count what lies outside of what was calibrated."""
+        """Evaluate a deep block's polynomials in the clear; the rest is what the node does."""
         deep, terms, arrays = self._node.plan.deep[index], self._node.deep[index], self._server.arrays
         inputs = [_finite(tensors[t.name], t.name) for t in deep.inputs]
         scaled = terms.scale(inputs)
         found = evaluate_deep(deep, arrays, scaled)
-        outside = sum(o.outside(v * o.range) for o, v in zip(terms.outputs, found, strict=True))
-        statistics.add_outside(terms.outside(scaled), outside)
-        outputs = [o.finish(v).astype(np.float32) for o, v in zip(terms.outputs, found, strict=True)]
+        result = finish_deep(self._node, index, terms.outside(scaled), found, traced, statistics)
         if traced:
-            bounds = [np.full((traced, *t.shape), np.nan) for t in deep.outputs]
-            number = len(self._node.plan.blocks) + index
-            trace.update(_traced(number, traced, inputs, BlockResult(outputs, bounds)))
-        return {t.name: y for t, y in zip(deep.outputs, outputs, strict=True)}
+            trace.update(_traced(len(self._node.plan.blocks) + index, traced, inputs, result))
+        return {t.name: y for t, y in zip(deep.outputs, result.outputs, strict=True)}
 
 
 def _traced(index: int, samples: int, values: list[NDArray[Any]], result: BlockResult) -> dict[str, NDArray[Any]]:

@@ -43,7 +43,10 @@ class QueryStatistics:
         rounds: round trips, groups of samples aside.
         groups: groups of samples that the query was cut into.
         node_s: seconds of the node's own operators, scaling and rounding.
-        error_bound: largest bound of an output of a last block.
+        error_bound: largest bound of an output of a last block, over the samples that have one.
+        fitted: whether a last block has fitted polynomials, from which its bound is the distance, not from the model.
+        unbounded: samples without a bound, once for each last block: values of theirs lie outside of the ranges that
+            calibration data showed.
         rounding_step: largest step that results were rounded to.
         mode: "standard" or "prepared".
         pooled: samples whose masks were ready when the query came.
@@ -58,6 +61,8 @@ class QueryStatistics:
     groups: int = 0
     node_s: float = 0.0
     error_bound: float = 0.0
+    fitted: bool = False
+    unbounded: int = 0
     rounding_step: float = 0.0
     mode: str = "standard"
     pooled: int = 0
@@ -110,9 +115,17 @@ class QueryStatistics:
             self.error_bound = max(self.error_bound, bound)
             self.rounding_step = max(self.rounding_step, step)
 
+    def add_deep_bounds(self, bound: float, unbounded: int, fitted: bool) -> None:
+        """Take a last block into account that is a deep one: its bound, and the samples that have none."""
+        with self._lock:
+            self.error_bound = max(self.error_bound, bound)
+            self.unbounded += unbounded
+            self.fitted |= fitted
+
     def to_json(self) -> bytes:
         """Return the statistics as JSON."""
-        names = ("rounds", "groups", "node_s", "error_bound", "rounding_step", "inputs_outside", "outputs_outside")
+        names = ("rounds", "groups", "node_s", "error_bound", "rounding_step")
+        deep = ("fitted", "unbounded", "inputs_outside", "outputs_outside")
         prepared = ("mode", "pooled", "preparation_s", "background_s")
-        content = {name: getattr(self, name) for name in names + prepared}
+        content = {name: getattr(self, name) for name in names + deep + prepared}
         return json.dumps({**content, "blocks": [asdict(block) for block in self.blocks]}).encode()

@@ -4,7 +4,8 @@ Two models made for it run under encryption as real ones do: client, node and se
 first, twelve blocks of few values show what every step, block and exchange of messages costs. In the second each block
 is dominated by one thing: values, products, a large result, weights that come from memory. What the first has shown is
 taken off, and what is left is shared out. What the node's statistics don't part (transforms, dense hints, masks, SEAL,
-onnxruntime) is measured by calling it, on all cores where queries do. All are medians.
+onnxruntime), and all that deep blocks do with SEAL, is measured by calling it, on all cores where queries do. All are
+medians.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ from heinfer.plan.machine import SHIPPED, Machine
 from heinfer.plan.work import weight_count
 from heinfer.processes import core_count
 from heinfer.ring import LANES, THREADED_WORK, RingParameters, Transform, pack, run_tiles, unpack
+from heinfer.ring.chain import choose_chain
+from heinfer.server.polynomial.arithmetic import Cipher, SealArithmetic, open_chain
+from trusted_node.deep import DeepContext
+from trusted_node.deep_workers import unpack_chain
 from trusted_node.masking import make_dense_corrections, make_masks, make_polynomial_corrections, tables_of
 from trusted_node.sampling import draw_noise
 from trusted_node.scaling import sample_peaks
@@ -41,6 +46,8 @@ _QUERIES: Final = 24
 _REPETITIONS: Final = 7
 #: Operators of the step that shows what one costs.
 _OPERATORS: Final = 16
+#: Primes of a deep block of two squares.
+_CHAIN_BITS: Final = (50, 24, 34, 34, 34, 34)
 #: Bytes of a residue on the wire.
 _RESIDUE_BYTES: Final = 6.25
 Costs = dict[str, float]
@@ -55,7 +62,7 @@ def calibrate(progress: Tell | None = None) -> Machine:
     """
     tell = progress or (lambda phase, done, total: None)
     tell("kernels", 0, 1)
-    found = _kernel_costs() | _operator_costs()
+    found = _kernel_costs() | _chain_costs() | _operator_costs()
     tell("kernels", 1, 1)
     small = _measure(_small_model(), lambda done: tell("small blocks", done, _QUERIES))
     found |= _fixed_costs(small, found)
@@ -132,6 +139,38 @@ def _seal_cost(parameters: RingParameters, integers: NDArray[np.int64]) -> float
         secret.decrypt(unpack(packed, degree, parameters.modulus).reshape(count, 2, degree))
 
     return _timed(both_ways) / (2 * integers.size)
+
+
+def _chain_costs() -> Costs:
+    """Time what deep blocks do with SEAL: a ciphertext of a chain of two squares, from one query."""
+    parameters = choose_chain(_CHAIN_BITS)
+    primes, degree = len(parameters.primes), parameters.degree
+    context = DeepContext(parameters)
+    secret, scale = context.open(context.generate_secret()), 2.0**32
+    encrypted = secret.encrypt(np.full((1, 1), 0.5), scale)
+    packed = pack(encrypted.reshape(-1, degree)).tobytes()
+    chain = open_chain(parameters)
+    arithmetic = SealArithmetic(chain, chain.load_keys(secret.make_keys()))
+    value = Cipher(chain.load(encrypted[0], scale), primes, scale)
+
+    def seal() -> None:
+        pack(secret.encrypt(np.full((1, 1), 0.5), scale).reshape(-1, degree)).tobytes()
+        secret.decrypt(unpack_chain(packed, parameters.primes, degree), scale, 1)
+
+    rescale_s = _timed(lambda: arithmetic.rescale(value))
+
+    def relinearise() -> None:  # which is in place, so that each time needs another product
+        arithmetic.rescale(arithmetic.multiply(value, value))
+
+    multiply_s = _timed(lambda: arithmetic.multiply(value, value))
+    pair = 2 * primes * degree
+    return {
+        "chain_seal_s": _timed(seal) / (2 * pair),
+        "pass_s": _timed(lambda: chain.dump(chain.load(encrypted[0], scale))) / (2 * pair),
+        "combine_s": multiply_s / (3 * primes * degree),
+        "rescale_s": rescale_s / pair,
+        "switch_s": _left(_timed(relinearise), multiply_s + rescale_s) / (pair * (primes + 1)),
+    }
 
 
 def _operator_costs() -> Costs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from heinfer.errors import InputError
 
 if TYPE_CHECKING:
     from heinfer.plan import Plan
+    from heinfer.plan.deep_work import DeepWork
     from heinfer.plan.forecast import Forecast
     from heinfer.plan.machine import Link, Machine
 
@@ -41,13 +43,8 @@ def estimate_command(
 
     link = Link(None if bandwidth is None else parse_bandwidth(bandwidth), 0.0 if rtt is None else parse_duration(rtt))
     plan = read_bundle_plan(bundle)
-    if plan.deep:
-        raise InputError(
-            "deep blocks have no forecast of time and memory: `heinfer inspect` states their bytes, which are exact, "
-            "and `heinfer study block-depth --encrypted` measures the rest"
-        )
     machine, source = read_machine()
-    found = _fastest(plan, bundle, mode, batch, machine, link)
+    found = _fastest(plan, bundle, mode, batch, machine, link, _count_deep(plan, bundle, machine.cores))
     disk = {party: _folder_bytes(bundle / party) for party in ("node", "server")}
     basis = describe_machine(machine, source)
     _show(plan, found, disk, basis)
@@ -98,7 +95,33 @@ def describe_machine(machine: Machine, source: Path | None) -> str:
     return f"Constants measured on {machine.name}, {cores} ({source})"
 
 
-def _fastest(plan: Plan, bundle: Path, choice: str, samples: int, machine: Machine, link: Link) -> Forecast:
+def _count_deep(plan: Plan, bundle: Path, cores: int) -> list[DeepWork]:
+    """Count what an upload of every deep block takes, from the server's arrays.
+
+    Raises:
+        InputError: the plan has deep blocks, and the server's folder is not here.
+        PlanError: the folder is not whole.
+    """
+    if not plan.deep:
+        return []
+    folder = bundle / "server"
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder} is not there: what deep blocks take follows from the server's weights; estimate where both "
+            "folders are, as partition has written them"
+        )
+    from heinfer.plan import load_server
+    from heinfer.plan.deep_work import deep_work
+    from heinfer.plan.work import CHUNK_BYTES
+    from heinfer.server.polynomial.counting import linear_work
+
+    arrays = load_server(folder).arrays
+    return [deep_work(block, linear_work(block, arrays, cores), CHUNK_BYTES) for block in plan.deep]
+
+
+def _fastest(
+    plan: Plan, bundle: Path, choice: str, samples: int, machine: Machine, link: Link, deep: Sequence[DeepWork]
+) -> Forecast:
     """Forecast in the mode that a node would choose; the link, which a node does not know, counts as well.
 
     Raises:
@@ -110,7 +133,7 @@ def _fastest(plan: Plan, bundle: Path, choice: str, samples: int, machine: Machi
 
     batch = choice != "standard" and has_batch_hints(bundle / "node")
     modes = [NAMES[mode] for mode in candidates(plan, ModeChoice(choice), batch)]
-    return min((forecast(plan, mode, samples, machine, link) for mode in modes), key=lambda found: found.total_s)
+    return min((forecast(plan, mode, samples, machine, link, deep) for mode in modes), key=lambda found: found.total_s)
 
 
 def _folder_bytes(folder: Path) -> int | None:
@@ -126,8 +149,11 @@ def _show(plan: Plan, found: Forecast, disk: dict[str, int | None], basis: str) 
     for index, block in enumerate(found.blocks):
         seconds = (block.node_s, block.server_s, block.wire_s, block.preparation_s)
         sizes = (block.bytes_up, block.bytes_down)
-        shown = ", ".join(plan.blocks[index].operators)
-        blocks.add_row(str(index), shown, *map(duration, seconds), *map(size, sizes))
+        rest = index - len(plan.blocks)
+        label, operators = (str(index), plan.blocks[index].operators) if rest < 0 else (
+            f"deep {rest}", plan.deep[rest].operators
+        )  # fmt: skip
+        blocks.add_row(label, ", ".join(operators), *map(duration, seconds), *map(size, sizes))
     out.print(blocks)
     prepared = "" if not found.preparation_s else f", prepared before in {duration(found.preparation_s)}"
     prepared += "" if not found.start_s else f", once worker processes have started in {duration(found.start_s)}"
@@ -143,8 +169,9 @@ def _show(plan: Plan, found: Forecast, disk: dict[str, int | None], basis: str) 
     )
     out.print(f"Memory: node {size(found.node_memory_bytes)}, server {size(found.server_memory_bytes)}")
     known = [f"{party} {size(amount)}" for party, amount in disk.items() if amount is not None]
-    if known:
-        out.print(f"Disk: {', '.join(known)}")
+    scratch = f"; the server's scratch files {size(found.scratch_bytes)} during a query" if found.scratch_bytes else ""
+    if known or scratch:
+        out.print(f"Disk: {', '.join(known)}{scratch}")
     out.print(basis)
 
 

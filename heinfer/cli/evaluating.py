@@ -158,11 +158,9 @@ def show(report: Report) -> None:
         out.print(f"agreement {report.agreement:.2%} ({len(report.disagreements)} samples differ in top-1)")
     for found in report.disagreements[:10]:
         out.print(f"  sample {found.sample}: plain {found.plain}, {other} {found.encrypted}, gap {found.gap:.1e}")
-    bound = "none: polynomials" if report.error_bound is None else f"{report.error_bound:.1e}"
-    estimate = "none: polynomials" if report.error_estimate is None else f"{report.error_estimate:.1e}"
     out.print(
         f"error: largest {report.max_abs_error:.1e}, mean {report.mean_abs_error:.1e}, end-to-end estimate "
-        f"{estimate}, bound of the last block {bound}"
+        f"{report.estimate_text}, bound of the last block {report.bound_text}"
     )
     if report.polynomials is not None:
         for sentence in report.polynomials.sentences(report.traced_samples):
@@ -178,7 +176,8 @@ def show(report: Report) -> None:
         if block.deep is not None:
             out.print(
                 f"deep block {block.block}: N = {block.deep.degree}, log2 q = {block.deep.log2_q}, at least "
-                f"{block.deep.security_bits} bits of security, {block.deep.activations} activations as polynomials"
+                f"{block.deep.security_bits} bits of security, {block.deep.activations} activations as polynomials, "
+                f"bound: distance from the {'model' if block.deep.exact else 'same polynomials'}"
             )
     if costs is not None:
         peaks = costs.peak_memory_bytes.items()

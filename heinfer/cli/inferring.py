@@ -115,6 +115,7 @@ def _ask(model: RemoteModel, x: Any) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     result = next(iter(answer.outputs.values()))
     blocks = answer.statistics["blocks"]
+    bound, unbounded = answer.statistics["error_bound"], answer.statistics["unbounded"]
     return {
         "result": result,
         "samples": len(x),
@@ -125,13 +126,17 @@ def _ask(model: RemoteModel, x: Any) -> dict[str, Any]:
         "prepared_before": answer.statistics["pooled"],
         "preparation_s": answer.statistics["preparation_s"],
         "rounds": answer.statistics["rounds"],
-        "error_bound": answer.statistics["error_bound"] or None,  # 0 where no last block has one
+        "error_bound": None if unbounded and not bound else bound,  # 0 where no sample has one
+        "fitted": answer.statistics["fitted"],
+        "unbounded": unbounded,
         "inputs_outside": answer.statistics["inputs_outside"],
         "outputs_outside": answer.statistics["outputs_outside"],
     }
 
 
 def _show(result: Any, figures: dict[str, Any], most: int = 10) -> None:
+    from heinfer.client.report import describe_bound
+
     if result.ndim == 2 and result.shape[1] > 1:
         top = result.argmax(axis=1)
         for i, (row, best) in enumerate(zip(result[:most], top[:most], strict=True)):
@@ -140,8 +145,8 @@ def _show(result: Any, figures: dict[str, Any], most: int = 10) -> None:
         out.print(str(result[:most]))
     if len(result) > most:
         out.print(f"... and {len(result) - most} more")
-    bound = figures["error_bound"]
-    error = "no error bound: polynomials" if bound is None else f"last block's error at most {bound:.1e}"
+    bound = describe_bound(figures["error_bound"], figures["fitted"], figures["unbounded"], figures["samples"])
+    error = f"error bound {bound}" if figures["error_bound"] is None else f"last block's error at most {bound}"
     out.print(
         f"{figures['samples']} sample(s) in {duration(figures['seconds'])} in {figures['mode']} mode"
         f"{_preparation(figures)}, {figures['rounds']} rounds, "

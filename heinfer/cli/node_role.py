@@ -9,7 +9,17 @@ from typing import Annotated
 
 import typer
 
-from heinfer.cli.roles import GRACE_S, GraceOption, ListenOption, MemoryOption, ParentOption, run_service
+from heinfer.cli.roles import (
+    GRACE_S,
+    CopiesOption,
+    DeviceMemoryOption,
+    DeviceOption,
+    GraceOption,
+    ListenOption,
+    MemoryOption,
+    ParentOption,
+    run_service,
+)
 from heinfer.cli.screen import ModeOption, err, progress
 from heinfer.cli.signing import TrustedKeyOption
 from heinfer.cli.transport import (
@@ -140,6 +150,9 @@ def node_command(
         str, typer.Option("--reply", metavar="TIME", help="How long a server may say nothing before it is given up.")
     ] = "300s",
     memory: MemoryOption = None,
+    device: DeviceOption = "native",
+    device_memory: DeviceMemoryOption = None,
+    weights_bytes: CopiesOption = None,
     grace: GraceOption = f"{GRACE_S:g}s",
     with_parent: ParentOption = False,
 ) -> None:
@@ -148,6 +161,8 @@ def node_command(
         raise typer.BadParameter("--page and --metrics are served over HTTP: give --http HOST:PORT too")
     if trace_server and not traces:
         raise typer.BadParameter("--trace-server goes with --traces")
+    from heinfer.operators.backends import open_device
+    from heinfer.operators.copies import Copies
     from heinfer.plan.machine import parse_duration
     from heinfer.plan.signing import read_trusted_keys
     from heinfer.wire import Limits, Tls, parse_address, parse_size
@@ -187,6 +202,8 @@ def node_command(
         memory=room,
         trusted=read_trusted_keys(trusted_key or ()),
         calibrated=calibration,
+        device=open_device(device, None if device_memory is None else parse_size(device_memory)),
+        copies=Copies(None if weights_bytes is None else parse_size(weights_bytes)),
         queue=QueueLimits(queries=queue, values_bytes=room, max_delay_s=parse_duration(max_delay)),
     )
     serving.check()

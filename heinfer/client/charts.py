@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from heinfer.client.report import NO_BOUND, Report
+from heinfer.client.report import Report
 from heinfer.client.svg import circle, drawing, group, line, rectangle, shortened, text
 
 #: Units of all drawings: labels to the left, figures to the right, the chart between them.
@@ -85,13 +85,15 @@ def stacked_bars(bars: Sequence[Bar], series: Sequence[Series], unit: Callable[[
 def error_chart(report: Report) -> str:
     """Draw the measured error of every block beside its bound, and of the whole model beside its estimate.
 
-    Deep blocks, and models that have some, have no bound; their measured error stands alone.
+    Where there is no bound, or no estimate as for models with deep blocks, the measured error stands alone.
     """
-    rows: list[tuple[str, float, float | None]] = [
-        (block_label(b.block, b.operators), b.measured_error, b.error_bound) for b in report.blocks
+    rows: list[tuple[str, float, float | None, str]] = [
+        (block_label(b.block, b.operators), b.measured_error, b.error_bound, b.bound_text) for b in report.blocks
     ]
-    rows.append(("whole model: largest error, and estimate", report.max_abs_error, report.error_estimate))
-    positive = [value for _, *values in rows for value in values if value is not None and value > _SMALLEST_ERROR]
+    whole_model = "whole model: largest error, and estimate"
+    rows.append((whole_model, report.max_abs_error, report.error_estimate, report.estimate_text))
+    amounts = [amount for _, error, bound, _ in rows for amount in (error, bound)]
+    positive = [amount for amount in amounts if amount is not None and amount > _SMALLEST_ERROR]
     low = math.floor(math.log10(min(positive, default=1e-6)))
     high = max(math.ceil(math.log10(max(positive, default=1.0))), low + 1)
     scale = (_RIGHT - _LEFT) / (high - low)
@@ -102,10 +104,10 @@ def error_chart(report: Report) -> str:
 
     exponents = [10.0**exponent for exponent in range(low, high + 1, step)]
     parts = _axis(exponents, place, "{:.0e}".format, len(rows))
-    for row, (label, error, bound) in enumerate(rows):
+    for row, (label, error, bound, said) in enumerate(rows):
         top = _HEAD + row * _ROW
         middle = top + _ROW / 2
-        words = f"{error:.1e}, {NO_BOUND}" if bound is None else f"{error:.1e} of {bound:.1e}"
+        short = f"{error:.1e}, none" if bound is None else f"{error:.1e} of {bound:.1e}"
         marks = [circle(place(error), middle, 5, "error")]
         if bound is not None:
             span = line(place(error), middle, place(bound), middle, "span")
@@ -113,12 +115,12 @@ def error_chart(report: Report) -> str:
         whole = row == len(report.blocks)
         parts.append(
             group(
-                f"{label}: {words}",
+                f"{label}: {error:.1e}, {'estimate' if whole else 'bound'} {said}",
                 _label(label, top, "strong" if whole else ""),
                 *marks,
             )
         )
-        parts.append(text(_RIGHT + 12, top + 16, words))
+        parts.append(text(_RIGHT + 12, top + 16, short))
     return drawing(WIDTH, _HEAD + len(rows) * _ROW + 4, "Error and bound of every block, logarithmic", *parts)
 
 

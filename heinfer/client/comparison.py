@@ -83,6 +83,8 @@ def report_deep_block(
 ) -> BlockReport:
     """Compare a deep block's traced outputs with its own polynomials in float64, on the traced inputs.
 
+    The comparison has the weights that the server has, rounded; the bound covers that rounding too.
+
     Args:
         node: the node's folder, calibrated or not as the run was.
         index: of the deep block.
@@ -93,18 +95,24 @@ def report_deep_block(
     block, number = node.plan.deep[index], len(node.plan.blocks) + index
     inputs = {t.name: trace[f"trace/{number}/input/{i}"] for i, t in enumerate(block.inputs)}
     expected = plain_deep(block, reference.arrays, node.deep[index], inputs)
-    errors = [
-        np.abs(trace[f"trace/{number}/output/{i}"].astype(np.float64) - expected[t.name])
-        for i, t in enumerate(block.outputs)
-    ]
+    measured = bounded = quotient = 0.0
+    within: NDArray[np.bool_] = np.zeros(0, np.bool_)
+    for position, spec in enumerate(block.outputs):
+        error = np.abs(trace[f"trace/{number}/output/{position}"].astype(np.float64) - expected[spec.name])
+        bound = trace[f"trace/{number}/bound/{position}"].astype(np.float64)
+        within = np.asarray(np.isfinite(bound.reshape(len(bound), -1)).all(axis=1))  # the same samples in every output
+        measured = max(measured, float(error.max()))
+        bounded = max(bounded, float(bound[within].max(initial=0.0)))
+        quotient = max(quotient, float((error[within] / bound[within]).max(initial=0.0)))
     return BlockReport(
         block=number,
         operators=list(block.operators),
         costs=costs,
-        measured_error=max(float(error.max()) for error in errors),
-        error_bound=None,
-        error_to_bound=None,
-        deep=DeepRing(**deep_figures(block)),
+        measured_error=measured,
+        error_bound=bounded if within.any() else None,
+        error_to_bound=quotient if within.any() else None,
+        deep=DeepRing(**deep_figures(block), exact=node.deep[index].exact),
+        unbounded=int(np.count_nonzero(~within)),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,11 +30,9 @@ from heinfer.client.remote import RemoteModel
 from heinfer.client.report import BlockCosts, BlockReport, Costs, Polynomials, Report
 from heinfer.errors import InputError
 from heinfer.plan import (
-    DeepStep,
     NodeBundle,
     Plan,
     Reference,
-    RoundStep,
     ServerBundle,
     load_node,
     load_reference,
@@ -139,7 +137,7 @@ def evaluate(
         simulated=simulate,
         samples=len(x),
         **compare_outputs(plain, run.outputs, labels),
-        error_bound=run.error_bound if _ends_bounded(plan) else None,
+        error_bound=run.bound.stated,
         error_estimate=estimate,
         plain_s=plain_s,
         costs=run.costs,
@@ -151,6 +149,8 @@ def evaluate(
         machine=machine_name(),
         cores=core_count(),
         polynomials=_compare_polynomials(node, reference, calibrated, plain, traced, run) if plan.deep else None,
+        fitted=run.bound.fitted,
+        unbounded=run.bound.unbounded,
     )
 
 
@@ -159,12 +159,6 @@ def chunk_samples(plan: Plan) -> int:
     if plan.deep:
         return min(block.chain.parameters.slots for block in plan.deep)
     return plan.ring.degree
-
-
-def _ends_bounded(plan: Plan) -> bool:
-    """Return whether the last block is one whose error has a bound."""
-    last = [step for step in plan.steps if isinstance(step, RoundStep | DeepStep)][-1]
-    return isinstance(last, RoundStep)
 
 
 def _report_blocks(node: NodeBundle, run: _Run, reference: Reference) -> list[BlockReport]:
@@ -201,6 +195,29 @@ def _compare_polynomials(
 
 
 @dataclass(frozen=True, slots=True)
+class _Bound:
+    """The error bound of last blocks, as `trusted_node.statistics.QueryStatistics` has it."""
+
+    largest: float
+    fitted: bool
+    unbounded: int
+
+    @property
+    def stated(self) -> float | None:
+        """The largest bound; None where samples are without, and none has one."""
+        return None if self.unbounded and not self.largest else self.largest
+
+    @classmethod
+    def of(cls, statistics: Sequence[Mapping[str, Any]]) -> _Bound:
+        """Join those of several queries."""
+        return cls(
+            largest=max(s["error_bound"] for s in statistics),
+            fitted=any(s["fitted"] for s in statistics),
+            unbounded=sum(s["unbounded"] for s in statistics),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class _Run:
     """Outputs and trace of all samples; `costs` and those of `blocks` are None in a simulation.
 
@@ -209,7 +226,7 @@ class _Run:
 
     outputs: NDArray[Any]
     mode: str
-    error_bound: float
+    bound: _Bound
     costs: Costs | None
     blocks: Sequence[BlockCosts | None]
     trace: dict[str, NDArray[Any]]
@@ -226,12 +243,16 @@ def _run_simulated(node: NodeBundle, server: ServerBundle, x: NDArray[Any], choi
     outputs = result.outputs[plan.outputs[0].name]
     blocks = [None] * len(statistics.blocks)
     outside = statistics.inputs_outside, statistics.outputs_outside
-    return _Run(outputs, statistics.mode, statistics.error_bound, None, blocks, result.trace, outside)
+    bound = _Bound(statistics.error_bound, statistics.fitted, statistics.unbounded)
+    return _Run(outputs, statistics.mode, bound, None, blocks, result.trace, outside)
 
 
 def _run_encrypted(model: RemoteModel, plan: Plan, x: NDArray[Any], journal: Journal | None, tell: Progress) -> _Run:
     queries = _run_queries(model, plan, x, journal, tell)
-    latency = _measure_deep_latency(model, x[:1], tell) if plan.deep else _measure_latency(model, x[:1], tell)
+    if plan.deep and len(x) <= chunk_samples(plan):  # they were one query, which takes as long for a single sample
+        latency = _Latency(queries.seconds, queries.mode, None)
+    else:
+        latency = _measure_deep_latency(model, x[:1], tell) if plan.deep else _measure_latency(model, x[:1], tell)
     memory: dict[str, int | None] = {"server": None, "node": None}
     start_s = 0.0
     if isinstance(model, LocalModel):
@@ -253,7 +274,7 @@ def _run_encrypted(model: RemoteModel, plan: Plan, x: NDArray[Any], journal: Jou
         node_operators_s=queries.node_s,
         peak_memory_bytes=memory,
     )
-    return _Run(queries.outputs, queries.mode, queries.error_bound, costs, blocks, queries.trace, queries.outside)
+    return _Run(queries.outputs, queries.mode, queries.bound, costs, blocks, queries.trace, queries.outside)
 
 
 def _block_costs(totals: dict[str, Any]) -> BlockCosts:
@@ -268,7 +289,7 @@ class _Queries:
     outputs: NDArray[Any]
     mode: str
     seconds: float
-    error_bound: float
+    bound: _Bound
     node_s: float
     blocks: list[dict[str, Any]]
     trace: dict[str, NDArray[Any]]
@@ -320,7 +341,7 @@ def _sum_up(chunks: list[FinishedChunk], blocks: int) -> _Queries:
         outputs=np.concatenate([chunk.outputs for chunk in chunks]),
         mode=chunks[0].statistics["mode"],
         seconds=max(chunk.elapsed_s for chunk in chunks),
-        error_bound=max(chunk.statistics["error_bound"] for chunk in chunks),
+        bound=_Bound.of([chunk.statistics for chunk in chunks]),
         node_s=sum(chunk.statistics["node_s"] for chunk in chunks),
         blocks=totals,
         trace=chunks[0].trace,

@@ -216,13 +216,12 @@ def _samples(report: Report, other: str) -> str:
 
 def _errors(report: Report) -> str:
     key = legend(Series("largest error measured", "error"), Series("bound; estimate for the whole model", "bound"))
-    last = (
-        ""
-        if report.error_bound is None
-        else f" Results of the last block are rounded, within {report.error_bound:.1e}."
-    )
+    last = f" The bound of the last block, rounding of its results included: {report.bound_text}."
     if report.polynomials is not None:
-        last += " Deep blocks are measured against their own polynomials, which have no bound."
+        last += (
+            " Deep blocks are measured against their own polynomials; their bounds cover the rounding of weights as "
+            "well, and hold where all values are within the calibrated ranges."
+        )
     return (
         f"<h2>Error against bound</h2>{key}"
         f'<p class="note">Of each block against a float64 evaluation on the same input, over {report.traced_samples} '
@@ -237,14 +236,15 @@ def _polynomials(report: Report) -> str:
         return ""
     rows = "".join(
         f"<tr><td>{block.block}</td><td>{block.deep.degree:,}</td><td>{block.deep.log2_q}</td>"
-        f"<td>{block.deep.security_bits}</td><td>{block.deep.layers}</td><td>{block.deep.activations}</td></tr>"
+        f"<td>{block.deep.security_bits}</td><td>{block.deep.layers}</td><td>{block.deep.activations}</td>"
+        f"<td>{'the model' if block.deep.exact else 'the same polynomials'}</td></tr>"
         for block in report.blocks
         if block.deep is not None
     )
     words = "".join(f"<p>{escape(sentence)}</p>" for sentence in report.polynomials.sentences(report.traced_samples))
     return (
         f"<h2>Deep blocks</h2>{words}<table><tr><th>block</th><th>N</th><th>log2 q</th><th>bits of security</th>"
-        f"<th>layers</th><th>activations</th></tr>{rows}</table>"
+        f"<th>layers</th><th>activations</th><th>bound: distance from</th></tr>{rows}</table>"
     )
 
 

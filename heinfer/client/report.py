@@ -12,8 +12,22 @@ from typing import Any, Final
 
 from heinfer.plan.files import write_file
 
-#: What stands in the place of a bound where there are deep blocks.
-NO_BOUND: Final = "no bound: polynomials"
+#: What stands in the place of the end-to-end estimate where there are deep blocks.
+NO_ESTIMATE: Final = "none: polynomials"
+#: What stands in the place of a bound where no sample of a deep block has one.
+NO_BOUND: Final = "none: outside of the calibrated ranges"
+#: What a bound is the distance from, where activations were fitted.
+SAME_POLYNOMIALS: Final = "distance from the same polynomials"
+
+
+def describe_bound(bound: float | None, fitted: bool, unbounded: int, samples: int) -> str:
+    """Say what the bound of a last block is, what it is the distance from, and how many samples have none."""
+    if bound is None:
+        return NO_BOUND
+    notes = [SAME_POLYNOMIALS] if fitted else []
+    if unbounded:
+        notes.append(f"{unbounded:,} of {samples:,} samples have none: outside of the calibrated ranges")
+    return f"{bound:.1e}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,8 @@ class DeepRing:
         security_bits: at least.
         layers: linear maps in it.
         activations: polynomials between them.
+        exact: whether all of them are the model's own, so that the error bound is the distance from the model, not from
+            the same polynomials.
     """
 
     degree: int
@@ -56,6 +72,7 @@ class DeepRing:
     security_bits: int
     layers: int
     activations: int
+    exact: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +84,11 @@ class BlockReport:
         operators: what it holds.
         costs: over all samples; None in a simulation.
         measured_error: largest error against a float64 evaluation on the same input.
-        error_bound: what the error may be at most; None for a deep block, whose polynomials have no such bound.
+        error_bound: what the error may be at most; None where no sample has a bound.
         error_to_bound: largest quotient of the two, output by output; likewise.
-        deep: the ring of a deep block, whose error is measured against the same polynomials; None for another.
+        deep: the ring of a deep block, whose error is measured against the same polynomials with rounded weights; None
+            for another.
+        unbounded: samples without a bound: values of a deep block that lie outside of the calibrated ranges.
     """
 
     block: int
@@ -79,11 +98,14 @@ class BlockReport:
     error_bound: float | None
     error_to_bound: float | None
     deep: DeepRing | None = None
+    unbounded: int = 0
 
     @property
     def bound_text(self) -> str:
-        """The bound in words."""
-        return NO_BOUND if self.error_bound is None else f"{self.error_bound:.1e}"
+        """The bound in words, and how many samples have none."""
+        if self.error_bound is None:
+            return NO_BOUND
+        return f"{self.error_bound:.1e}" + (f" ({self.unbounded} without)" if self.unbounded else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +170,8 @@ class Costs:
     Attributes:
         seconds: wall time of the encrypted evaluation.
         images_per_s: samples / seconds.
-        latency_s: one query of one sample, median; online time in prepared mode, with masks that were ready.
+        latency_s: one query of one sample, median; online time in prepared mode, with masks that were ready. Where all
+            samples fitted into one upload of deep blocks, the time of that query: one sample takes as long.
         latency_mode: the mode of these queries.
         preparation_s: preparing one sample before it comes, median; what an empty pool adds. None in standard mode.
         prepared_query_bytes: what one prepared sample takes in the node's memory; None in standard mode.
@@ -187,7 +210,8 @@ class Report:
         disagreements: the samples that differ.
         max_abs_error: largest difference of an output.
         mean_abs_error: mean difference.
-        error_bound: guaranteed for the last block, rounding included; None where that is a deep one.
+        error_bound: guaranteed for the last block, rounding included, over the samples that have a bound; None where
+            none has.
         error_estimate: end to end, statistical; None where there are deep blocks.
         plain_s: wall time of the plain model on the same samples.
         costs: time and bytes; None in a simulation.
@@ -199,6 +223,8 @@ class Report:
         machine: processor.
         cores: available to this process.
         polynomials: what deep blocks did; None where there are none.
+        fitted: whether the last block has fitted polynomials: then its bound is the distance from the same polynomials.
+        unbounded: samples without a bound of the last block: values of theirs lie outside of the calibrated ranges.
     """
 
     model: str
@@ -223,11 +249,18 @@ class Report:
     machine: str
     cores: int
     polynomials: Polynomials | None = None
+    fitted: bool = False
+    unbounded: int = 0
 
     @property
     def estimate_text(self) -> str:
         """The estimate for the whole model in words."""
-        return NO_BOUND if self.error_estimate is None else f"{self.error_estimate:.1e}"
+        return NO_ESTIMATE if self.error_estimate is None else f"{self.error_estimate:.1e}"
+
+    @property
+    def bound_text(self) -> str:
+        """The bound of the last block in words."""
+        return describe_bound(self.error_bound, self.fitted, self.unbounded, self.samples)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers, ready for JSON; costs stand beside the other figures."""

@@ -39,15 +39,17 @@ def compile_conv(step: Conv, matrices: Sequence[ModularMatrix], source: Shape) -
     geometry = window_geometry(step.window, source)
     few = 0 < matrices[0].outputs <= _direct_outputs(step) and matrices[0].inputs > 0
     direct = DirectConvolution(matrices, geometry) if few and DirectConvolution.fits(matrices, geometry) else None
+    no_inputs = matrices[0].inputs == 0
+    products = matrices if direct is None else ()  # the direct kernel has the weights in its own order
 
     def run(x: Residues) -> Residues:
         out = np.empty((x.shape[0], step.shape[0], prod(step.window.output)), np.int64)
-        if out.size == 0 or matrices[0].inputs == 0:
+        if out.size == 0 or no_inputs:
             out[...] = 0
         elif direct is not None:
             direct.run(x, out)
         else:
-            _run_products(x, source, geometry, matrices, out)
+            _run_products(x, source, geometry, products, out)
         return out.reshape(x.shape[0], prod(step.shape))
 
     return run

@@ -36,6 +36,7 @@ Residues = NDArray[np.int64]
 Operator = Callable[[Sequence[Residues]], Residues]
 #: Matrices that exist already: steps may share an array, and its checked copy is the largest thing in memory.
 Matrices = dict[tuple[str, str, int], list[ModularMatrix]]
+_WEIGHT_BYTES, _MAP_BYTES = 8, 4
 
 
 class ResidueProgram:
@@ -98,6 +99,13 @@ class ResidueProgram:
             first += prod(shape)
         outputs = [y.reshape(samples, -1) for y in self.evaluate(inputs)]
         return outputs[0] if len(outputs) == 1 else np.concatenate(outputs, axis=1)
+
+
+def copy_bytes(program: Program, arrays: Arrays) -> int:
+    """Return about how many bytes a `ResidueProgram` takes: weights as float64, maps as int32."""
+    names = {s.weights: _WEIGHT_BYTES for s in program.steps if isinstance(s, Conv | MatMul | Scale)}
+    names |= {s.indices: _MAP_BYTES for s in program.steps if isinstance(s, Take) and s.indices is not None}
+    return sum(arrays[name].size * size for name, size in names.items() if name in arrays)
 
 
 def compile_step(step: Step, arrays: Arrays, shapes: Sequence[Shape], parameters: RingParameters) -> Operator:

@@ -28,6 +28,7 @@ from heinfer.plan.checks import NodeChecks, read_checks
 from heinfer.plan.deep_terms import DeepTerms, read_deep_terms
 from heinfer.plan.files import PLAN_FILE, check_folder, read_arrays, read_plan
 from heinfer.plan.hints import NodeHints, derive_form, read_hints
+from heinfer.plan.mapping import MappedFile
 from heinfer.plan.schema import NodeStep, Plan
 from heinfer.plan.signing import Part, TrustedKeys, check_signature
 from heinfer.ring import RowNorms
@@ -43,12 +44,25 @@ _NORMS = ("scale", "l1", "l2", "rounding", "input_rounding")
 
 @dataclass(frozen=True, slots=True)
 class ServerBundle:
-    """What the untrusted server loads, and how each block is cut for prepared mode."""
+    """What the untrusted server loads, and how each block is cut for prepared mode.
+
+    Arrays lie over the mapping of `file`, which is None for arrays that were never in a file.
+    """
 
     plan: Plan
     plan_hash: bytes
     arrays: Mapping[str, NDArray[Any]]
     forms: tuple[PreparedForm | None, ...]
+    file: MappedFile | None = None
+
+    def check_unchanged(self) -> None:
+        """Check that nobody has written to the file of weights since it was verified.
+
+        Raises:
+            PlanError: somebody has.
+        """
+        if self.file is not None:
+            self.file.check_unchanged()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +146,15 @@ def load_server(folder: Path, trusted: TrustedKeys | None = None) -> ServerBundl
     """
     check_signature(folder, Part.SERVER, trusted)
     plan, plan_hash = read_plan(folder)
-    check_folder(folder, plan.digests.server)
-    arrays = read_arrays(folder / WEIGHTS_FILE)
+    file = MappedFile(folder / WEIGHTS_FILE)
+    check_folder(folder, plan.digests.server, [file])
+    arrays = file.arrays()
     for block in plan.blocks:
         block.program.check_arrays(arrays)
     for deep in plan.deep:
         deep.check_arrays(arrays)
     forms = tuple(derive_form(block, arrays, plan.ring) for block in plan.blocks)
-    return ServerBundle(plan, plan_hash, arrays, forms)
+    return ServerBundle(plan, plan_hash, arrays, forms, file)
 
 
 def load_node(folder: Path, trusted: TrustedKeys | None = None) -> NodeBundle:

@@ -6,7 +6,8 @@ A value is a tensor, flattened; it has one ciphertext an element. Inputs are val
 A *weighted* layer is an integer matrix and a bias in the units of its result, which are chosen so that the range seen
 in calibration is [-1, 1]; its result has a scale of its own. A *sum* adds elements up (pooling) and keeps the scale.
 An activation drops primes and ends at `activation_scale`, whatever it is; factors that differ between the sources of a
-layer are in its matrix. So every sum of ciphertexts meets its equal in level and scale, and this is checked here.
+layer are in its matrix. So every sum of ciphertexts meets its equal in level and scale, and this is checked here; that
+no value outgrows its primes, in `heinfer.plan.headroom`.
 
 Arrays, by layer name: `.indptr`, `.indices`, `.weights` (a compressed sparse matrix, rows x all sources joined, int32),
 `.bias` (float64, rows), `.coefficients` (float64, rows x (degree + 1); `.shift` (rows) alone for a square).
@@ -27,6 +28,7 @@ from pydantic.dataclasses import dataclass
 from heinfer.errors import PlanError
 from heinfer.operators.polynomials import MAX_DEGREE, levels
 from heinfer.operators.steps import CONFIG
+from heinfer.plan.headroom import check_headroom, check_scales
 from heinfer.plan.tensors import TensorSpec
 from heinfer.ring.chain import CHAIN_WEIGHT_LIMIT, ChainParameters
 
@@ -114,7 +116,7 @@ class DeepBlock:
     operators: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        """Check shapes, levels and scales of every layer.
+        """Check shapes, levels and scales of every layer, and that values fit their primes.
 
         Raises:
             PlanError: they contradict each other.
@@ -151,6 +153,7 @@ class DeepBlock:
             not len(self.inputs) <= r < len(sizes) or sizes[r] != e for r, e in zip(self.results, expected, strict=True)
         ):
             raise PlanError("an output of a deep block does not exist, or has another shape")
+        check_scales(self)
 
     @property
     def input_count(self) -> int:
@@ -189,13 +192,14 @@ class DeepBlock:
         return layer.scale if layer.activation == "none" else self.activation_scale
 
     def check_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Check that the arrays of every layer are there and fit.
+        """Check that the arrays of every layer are there and fit, and that no value can outgrow its primes.
 
         Raises:
-            PlanError: they don't.
+            PlanError: they don't, or one can.
         """
         for layer in self.layers:
             _check_layer(layer, arrays)
+        check_headroom(self, arrays)
 
 
 def _same(left: float, right: float) -> bool:

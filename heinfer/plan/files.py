@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from heinfer.errors import PlanError
+from heinfer.plan.mapping import MappedFile
 from heinfer.plan.schema import Plan
 
 PLAN_FILE = "plan.json"
@@ -63,30 +64,35 @@ def read_plan(folder: Path) -> tuple[Plan, bytes]:
     return plan, hashlib.sha256(content).digest()
 
 
-def folder_digest(folder: Path) -> str:
+def folder_digest(folder: Path, mapped: Sequence[MappedFile] = ()) -> str:
     """Return the SHA-256 over names and contents of all files of a folder; plan, hints, checks and signature aside.
+
+    Args:
+        folder: a party's.
+        mapped: files of it whose content is taken from there, whatever the folder has by now.
 
     Raises:
         PlanError: the folder is missing or holds something that is not a plain file.
     """
     if not folder.is_dir():
         raise PlanError(f"{folder} is missing: expected a folder written by `heinfer partition`")
+    known = {file.path: file.digest() for file in mapped}
     total = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or not path.is_file():
             raise PlanError(f"{path} does not belong in a bundle: expected plain files only")
         if path.name not in (PLAN_FILE, HINTS_FILE, CHECKS_FILE, SIGNATURE_FILE):
-            total.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+            total.update(f"{path.name}\0{known.get(path) or _file_digest(path)}\n".encode())
     return total.hexdigest()
 
 
-def check_folder(folder: Path, expected: str) -> None:
-    """Check a party's folder against the digest in its plan.
+def check_folder(folder: Path, expected: str, mapped: Sequence[MappedFile] = ()) -> None:
+    """Check a party's folder against the digest in its plan; `mapped` as in `folder_digest`.
 
     Raises:
         PlanError: a file was changed, added or lost since partitioning.
     """
-    if folder_digest(folder) != expected:
+    if folder_digest(folder, mapped) != expected:
         raise PlanError(
             f"{folder} is not what was partitioned: a file was changed, added or lost; "
             "copy the folder again or partition again"
@@ -173,6 +179,11 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         raise PlanError(f"can't write {target}: {error.strerror}; what was there is left as it was") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read(path: Path) -> bytes:

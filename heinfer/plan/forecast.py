@@ -9,19 +9,25 @@ and the largest tensors under way.
 
 Worked example: a 3x3 convolution of 16 channels of 32x32 to 16 in prepared mode. 2.4 million multiply-adds at 0.3 ns
 are 0.7 ms; 18,496 residues up and 16,384 down take server and node 0.2 ms each; exchange, step and block take 1 ms.
+
+Deep blocks are counted beside the plan, from the server's arrays (`heinfer.plan.deep_work`): a plan does not know how
+many weights are zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final
 
+from heinfer.errors import ParameterError
 from heinfer.operators import Program
+from heinfer.plan.deep_work import DeepWork
 from heinfer.plan.machine import Link, Machine
 from heinfer.plan.schema import Block, NodeStep, Plan, PreparedInfo, RoundStep
 from heinfer.plan.work import ModeName, Work, coefficient_work, prepared_work
-from heinfer.ring import THREADED_WORK
+from heinfer.ring import THREADED_WORK, packed_bytes
 
 #: Header and envelope of a message, the mean of a request and its answer (`heinfer.wire`).
 FRAME_BYTES: Final = 62
@@ -40,6 +46,8 @@ SERVER_BASE_BYTES: Final = 185 * 10**6
 WORKER_BYTES: Final = 220 * 10**6
 WORKER_START_S: Final = 1.4
 _RESIDUE_BYTES: Final = 8
+#: A residue on the wire.
+_PACKED_RESIDUE_BYTES: Final = 6.25
 #: A weight as it is loaded and as float64; a residue during an evaluation: packed, unpacked, limbs, result.
 _WEIGHT_BYTES: Final = 16
 _EVALUATION_BYTES: Final = 32
@@ -83,10 +91,11 @@ class Forecast:
         preparation_s: seconds of preparing all samples; 0 in other modes.
         start_s: seconds until worker processes are there, once, not in `online_s`; 0 where none are needed.
         operators_s: seconds of the node's own operators.
-        blocks: by block.
+        blocks: by block; deep blocks count after the others.
         node_memory_bytes: peak of the node, its pool filled.
         server_memory_bytes: peak of the server.
         framing_bytes: sent and received beside the payload.
+        scratch_bytes: files of the server at their peak, one upload of a deep block at a time; 0 where there are none.
     """
 
     mode: ModeName
@@ -101,6 +110,7 @@ class Forecast:
     node_memory_bytes: int
     server_memory_bytes: int
     framing_bytes: int
+    scratch_bytes: int = 0
 
     @property
     def node_s(self) -> float:
@@ -145,7 +155,14 @@ class _Seconds:
         return self.serial + self.shared
 
 
-def forecast(plan: Plan, mode: ModeName, samples: int, machine: Machine, link: Link | None = None) -> Forecast:
+def forecast(
+    plan: Plan,
+    mode: ModeName,
+    samples: int,
+    machine: Machine,
+    link: Link | None = None,
+    deep: Sequence[DeepWork] = (),
+) -> Forecast:
     """Forecast a query.
 
     Args:
@@ -154,38 +171,94 @@ def forecast(plan: Plan, mode: ModeName, samples: int, machine: Machine, link: L
         samples: how many it has, one at least.
         machine: constants; node and server have such a machine each, or share it.
         link: between them; None: nothing but the machine's own sockets.
+        deep: what an upload of each deep block takes.
+
+    Raises:
+        ParameterError: deep blocks of the plan are not counted.
     """
+    if len(deep) != len(plan.deep):
+        raise ParameterError(f"forecast: expected the work of {len(plan.deep)} deep blocks, found {len(deep)}")
     link = link or Link()
     groups = -(-samples // group_samples(plan, mode))
-    works = [_work(plan, block, mode, samples, groups) for block in plan.blocks]
+    works = [_work(plan, block, mode, samples, _requests(plan, samples, groups)) for block in plan.blocks]
     encryption = [_encryption(work, machine) for work in works]
     evaluation = [_evaluation(work, machine) for work in works]
     trips = _round_trips(plan, groups)
     local = [machine.exchange_s * trips[i] + machine.byte_s * _payload(work) for i, work in enumerate(works)]
     remote = [link.seconds(_payload(work) + work.messages * FRAME_BYTES, trips[i]) for i, work in enumerate(works)]
     operators_s = _operators(plan, machine, samples, groups)
+    uploads = [_upload(work, machine, link, groups) for work in deep]
     serial = machine.exchange_s + operators_s + sum(s.serial for s in (*encryption, *evaluation)) + sum(local)
-    shared = sum(s.shared for s in (*encryption, *evaluation))
+    serial += sum(upload.serial_s for upload in uploads)
+    shared = sum(s.shared for s in (*encryption, *evaluation)) + sum(upload.shared_s for upload in uploads)
     blocks = tuple(
         BlockForecast(
             node.total, server.total, here + there, _preparation(work, machine), work.bytes_up, work.bytes_down
         )
         for work, node, server, here, there in zip(works, encryption, evaluation, local, remote, strict=True)
     )
+    away = sum(remote) + sum(upload.away_s for upload in uploads)
+    messages = sum(work.messages for work in works) + groups * sum(work.messages for work in deep)
     return Forecast(
         mode=mode,
         samples=samples,
         groups=groups,
         rounds=plan.rounds,
-        online_s=serial / min(groups, GROUPS_IN_FLIGHT, machine.cores) + shared + sum(remote),
+        online_s=serial / min(groups, GROUPS_IN_FLIGHT, machine.cores) + shared + away,
         preparation_s=sum(block.preparation_s for block in blocks),
-        start_s=WORKER_START_S if mode == "standard" else 0.0,
+        start_s=_start(plan, mode),
         operators_s=operators_s,
-        blocks=blocks,
+        blocks=(*blocks, *(upload.block for upload in uploads)),
         node_memory_bytes=_node_memory(plan, mode, samples, machine),
-        server_memory_bytes=_server_memory(plan, works),
-        framing_bytes=sum(work.messages for work in works) * FRAME_BYTES,
+        server_memory_bytes=_server_memory(plan, works, deep),
+        framing_bytes=messages * FRAME_BYTES,
+        scratch_bytes=max((work.linear.scratch_bytes for work in deep), default=0),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    """All uploads of one deep block: seconds of one thread, of all cores, of the link alone; and the sum by party."""
+
+    serial_s: float
+    shared_s: float
+    away_s: float
+    block: BlockForecast
+
+
+def _upload(work: DeepWork, machine: Machine, link: Link, groups: int) -> _Upload:
+    """Forecast the uploads of one deep block, of which the server evaluates one at a time."""
+    payload = work.bytes_up + work.bytes_down
+    node_s = (work.encrypted + work.decrypted) * machine.chain_seal_s / machine.cores
+    piped_s = payload * machine.byte_s  # between the node and its processes
+    linear = work.linear
+    seal_s = work.passed * machine.pass_s + work.combined * machine.combine_s
+    seal_s += work.rescaled * machine.rescale_s + work.switched * machine.switch_s
+    linear_s = linear.products * machine.product_s + linear.moved * machine.residue_s
+    server_s = (seal_s + linear_s + linear.units * machine.exchange_s) / machine.cores
+    rows_s = payload * machine.residue_s / _PACKED_RESIDUE_BYTES  # into files, and out of them
+    wire_s = machine.exchange_s + payload * machine.byte_s
+    away_s = link.seconds(payload + work.messages * FRAME_BYTES, 1)
+    block = BlockForecast(
+        node_s=groups * (node_s + piped_s),
+        server_s=groups * (server_s + rows_s),
+        wire_s=groups * (wire_s + away_s),
+        preparation_s=0.0,
+        bytes_up=groups * work.bytes_up,
+        bytes_down=groups * work.bytes_down,
+    )
+    return _Upload(groups * (piped_s + rows_s + wire_s), groups * (node_s + server_s), groups * away_s, block)
+
+
+def _start(plan: Plan, mode: ModeName) -> float:
+    """Return the seconds until worker processes are there: the node's, then the server's for deep blocks."""
+    parties = 2 if plan.deep else int(mode == "standard")
+    return parties * WORKER_START_S
+
+
+def _requests(plan: Plan, samples: int, groups: int) -> int:
+    """Return the requests for a block: groups of a plan with deep blocks are taken there in parts of N samples."""
+    return -(-samples // plan.ring.degree) if plan.deep else groups
 
 
 def forecast_form(program: Program, form: PreparedInfo, machine: Machine, link: Link) -> float:
@@ -205,6 +278,8 @@ def forecast_form(program: Program, form: PreparedInfo, machine: Machine, link: 
 
 def group_samples(plan: Plan, mode: ModeName) -> int:
     """Return the most samples that a node takes through the plan together."""
+    if plan.deep:
+        return min(block.chain.parameters.slots for block in plan.deep)
     if mode != "prepared":
         return plan.ring.degree
     return max(1, min(GROUP_SAMPLES, GROUP_BYTES // max(1, prepared_bytes(plan))))
@@ -298,15 +373,21 @@ def _preparation(work: Work, machine: Machine) -> float:
     return (work.prepared * machine.preparation_s + products + masks) / machine.cores
 
 
-def _server_memory(plan: Plan, works: list[Work]) -> int:
-    """Return the server's peak: weights as they are loaded and as they are multiplied, and one block's tensors."""
+def _server_memory(plan: Plan, works: list[Work], deep: Sequence[DeepWork]) -> int:
+    """Return the server's peak: weights as they are loaded and as they are multiplied, and one block's tensors.
+
+    Deep blocks run in processes, which stay a while.
+    """
     weights = sum(work.weights for work in works)
-    tensors = max((work.residues_up + work.residues_down) // work.requests for work in works)
-    return SERVER_BASE_BYTES + weights * _WEIGHT_BYTES + tensors * _EVALUATION_BYTES
+    tensors = max(((work.residues_up + work.residues_down) // work.requests for work in works), default=0)
+    processes = max((work.linear.memory_bytes for work in deep), default=0)
+    return SERVER_BASE_BYTES + weights * _WEIGHT_BYTES + tensors * _EVALUATION_BYTES + processes
 
 
 def _node_memory(plan: Plan, mode: ModeName, samples: int, machine: Machine) -> int:
     """Return the node's peak: hints packed and transformed, polynomials, the pool, and a group under way.
+
+    An upload of a deep block is kept until its answer is there: it may have to be sent again.
 
     In standard mode it has read hints, and prepares nothing: worker processes encrypt. There and in batches every group
     under way holds an answer until all of it has been checked.
@@ -316,7 +397,7 @@ def _node_memory(plan: Plan, mode: ModeName, samples: int, machine: Machine) -> 
     hints = sum(form.hint_bytes for form in forms)
     kept = 0
     if mode == "standard":
-        kept = machine.cores * WORKER_BYTES + hints
+        kept = machine.cores * WORKER_BYTES * (bool(plan.blocks) + bool(plan.deep)) + hints
     elif forms:
         public = sum(form.ciphertexts * form.degree for form in forms)
         entries = max(1, min(POOL_ENTRIES, POOL_BYTES // max(1, prepared_bytes(plan))))
@@ -326,6 +407,10 @@ def _node_memory(plan: Plan, mode: ModeName, samples: int, machine: Machine) -> 
         kept += rows * plan.ring.degree * _RESIDUE_BYTES
     if mode != "prepared":
         held = min(GROUPS_IN_FLIGHT, -(-samples // group))
-        kept += held * max(answer_bytes(plan, block, mode, group) for block in plan.blocks)
-    values = max(block.input_rows + block.output_rows for block in plan.blocks)
+        part = min(group, plan.ring.degree)
+        kept += held * max((answer_bytes(plan, block, mode, part) for block in plan.blocks), default=0)
+        row_bytes = [packed_bytes(block.chain.degree) * block.rows_up for block in plan.deep]
+        kept += held * max(row_bytes, default=0)
+    sizes = [block.input_rows + block.output_rows for block in plan.blocks]
+    values = max(sizes + [block.input_count + block.output_count for block in plan.deep])
     return NODE_BASE_BYTES + kept + group * (values * _VALUE_BYTES + prepared_bytes(plan) * (mode == "prepared"))

@@ -32,7 +32,8 @@ from heinfer.operators import (
     map_names,
     prepare_form,
 )
-from heinfer.plan.files import HINTS_FILE, read_arrays
+from heinfer.plan.files import HINTS_FILE
+from heinfer.plan.mapping import MappedFile
 from heinfer.plan.schema import Block, Plan, PreparedInfo, RingInfo
 from heinfer.plan.sealed import SEED_BYTES, read_sealed, write_sealed
 from heinfer.ring import RingParameters, expand_uniform, pack, packed_bytes, run_tiles
@@ -57,12 +58,16 @@ class BlockHints:
 
 @dataclass(frozen=True, slots=True)
 class NodeHints:
-    """Hints of all blocks, and the seed that they were made from; `batch` has one packed array a block, or is None."""
+    """Hints of all blocks, and the seed that they were made from; `batch` has one packed array a block, or is None.
+
+    Packed arrays lie over the mapping of `file`.
+    """
 
     seed: bytes
     created: int
     blocks: tuple[BlockHints, ...]
     batch: tuple[NDArray[np.uint8], ...] | None
+    file: MappedFile
 
     @property
     def expired(self) -> bool:
@@ -163,13 +168,13 @@ def read_hints(folder: Path, plan: Plan, plan_hash: bytes) -> NodeHints:
         assert form is not None  # the plan has prepared mode, or nobody reads hints
         packed = tuple(_packed(path, content, index, number, form) for number in range(len(form.hints)))
         blocks.append(BlockHints(form, maps, packed))
-    return NodeHints(sealed.seed, sealed.created, tuple(blocks), _batch_hints(path, content, plan))
+    return NodeHints(sealed.seed, sealed.created, tuple(blocks), _batch_hints(path, content, plan), sealed.file)
 
 
 def has_batch_hints(folder: Path) -> bool:
     """Whether a node's folder has hints for batches; False where its hints can't be read."""
     try:
-        return any(name.startswith("batch.") for name in read_arrays(folder / HINTS_FILE))
+        return any(name.startswith("batch.") for name in MappedFile(folder / HINTS_FILE).arrays())
     except PlanError:
         return False
 

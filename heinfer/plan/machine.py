@@ -51,6 +51,11 @@ class Machine:
         mask_s: value that a mask and a correction are written for.
         preparation_s: block that is prepared, for one sample or a transform's lanes of them; products aside.
         seal_s: coefficient of a ciphertext that SEAL encrypts or decrypts.
+        chain_seal_s: residue of a deep block that SEAL encrypts or decrypts, packed or unpacked.
+        pass_s: residue that passes into or out of SEAL on the server.
+        combine_s: residue that a product, a sum or a constant makes there.
+        rescale_s: residue that a rescaling reads.
+        switch_s: residue of a key that a relinearisation reads.
     """
 
     name: str
@@ -72,6 +77,11 @@ class Machine:
     mask_s: Seconds
     preparation_s: Seconds
     seal_s: Seconds
+    chain_seal_s: Seconds
+    pass_s: Seconds
+    combine_s: Seconds
+    rescale_s: Seconds
+    switch_s: Seconds
 
 
 #: What `heinfer bench --calibrate` finds on two virtual cores of an AMD EPYC, rounded, in its quieter hours.
@@ -95,6 +105,11 @@ SHIPPED: Final = Machine(
     mask_s=8e-9,
     preparation_s=4e-4,
     seal_s=2.2e-7,
+    chain_seal_s=1.2e-7,
+    pass_s=6e-8,
+    combine_s=8e-9,
+    rescale_s=2.2e-8,
+    switch_s=1.2e-8,
 )
 
 

@@ -211,7 +211,7 @@ class Plan:
     blocks: tuple[Block, ...]
     digests: Digests
     deep: tuple[DeepBlock, ...] = ()
-    format_version: Literal[5] = 5
+    format_version: Literal[6] = 6
 
     def __post_init__(self) -> None:
         """Check that every tensor is made before it is read, once, and every block runs once.
@@ -248,6 +248,17 @@ class Plan:
     def has_prepared_mode(self) -> bool:
         """Whether every block can run in prepared mode."""
         return bool(self.blocks) and not self.deep and all(block.prepared is not None for block in self.blocks)
+
+    @property
+    def last_deep(self) -> frozenset[int]:
+        """Deep blocks of which an output reaches the result without another block."""
+        wanted, found = {t.name for t in self.outputs}, set()
+        for step in reversed(self.steps):
+            if isinstance(step, NodeStep) and wanted & set(step.outputs):
+                wanted |= set(step.inputs)
+            elif isinstance(step, DeepStep) and wanted & {t.name for t in self.deep[step.block].outputs}:
+                found.add(step.block)
+        return frozenset(found)
 
     @property
     def rounds(self) -> int:

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.errors import PlanError
-from heinfer.plan.files import read_arrays, write_arrays
+from heinfer.plan.files import write_arrays
+from heinfer.plan.mapping import MappedFile
 
 SEED_BYTES: Final = 32
 _REMEDY: Final = "copy the folder again, or renew it with `heinfer partition --rotate`"
@@ -35,12 +36,14 @@ class Sealed:
     Attributes:
         seed: 32 bytes.
         created: when it was made, seconds since 1970.
-        arrays: all arrays.
+        arrays: all arrays, over the file's mapping.
+        file: the file.
     """
 
     seed: bytes
     created: int
     arrays: Arrays
+    file: MappedFile
 
 
 def write_sealed(path: Path, seed: bytes, plan_hash: bytes, arrays: Arrays, *, private: bool = False) -> None:
@@ -84,8 +87,9 @@ def read_sealed(path: Path, plan_hash: bytes, *, private: bool = False) -> Seale
     Raises:
         PlanError: missing, damaged, of another plan, or not private.
     """
-    content = read_arrays(path)
-    if private and path.stat().st_mode & 0o077:
+    file = MappedFile(path)
+    content = file.arrays()
+    if private and file.mode & 0o077:
         raise PlanError(f"{path} may be read by others, who could forge answers with it: chmod 600 {path}")
     wanted = ("seed", "plan", "created", "digest")
     if any(name not in content for name in wanted) or _digest(content).tobytes() != content["digest"].tobytes():
@@ -95,7 +99,8 @@ def read_sealed(path: Path, plan_hash: bytes, *, private: bool = False) -> Seale
     seed, created = content["seed"].tobytes(), content["created"]
     if len(seed) != SEED_BYTES or created.shape != (1,) or created.dtype != np.int64:
         raise PlanError(f"{path} is malformed: {_REMEDY}")
-    return Sealed(seed, int(created[0]), content)
+    file.release()
+    return Sealed(seed, int(created[0]), content, file)
 
 
 def _digest(content: Arrays) -> NDArray[np.uint8]:

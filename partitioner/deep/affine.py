@@ -3,7 +3,11 @@
     atoms     the block's inputs, results of activations, sums of these (pooling)
     tensor    sum over atoms of a matrix times the atom's value, and a constant
 
-Matrices are found by running what makes a tensor on unit vectors, so no operator needs to be known here.
+Matrices are found by running what makes a tensor on unit vectors, so no operator needs to be known here. Units are as
+long as it takes for constants to weigh nothing beside them, since some operators run in float32:
+
+    0.003 x + 1e6 at x = 1       1000000 in float32, whose last digit is 0.06: less 1e6, nothing is left of 0.003
+    0.003 x + 1e6 at x = 2**50   less 1e6 and divided by 2**50: 0.003 as float32 has it
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
+from math import frexp
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +28,9 @@ Floats = NDArray[np.float64]
 LARGEST_MATRIX: Final = 1 << 27
 #: Unit vectors that run together.
 _BATCH_ELEMENTS: Final = 1 << 24
+#: Bits that a unit has above the largest constant; float32 has 24. And the longest unit: float32 ends at 2**128.
+_UNIT_BITS: Final = 30
+_LONGEST_UNIT_BITS: Final = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +119,27 @@ def find_linear(
     zeros = {key: np.zeros((1, *shape)) for key, shape in shapes.items()}
     constant = run(zeros)
     base = constant.astype(np.float64).reshape(-1)
-    found = {key: _matrix(name, partial(_with_units, run, zeros, key), shape, base) for key, shape in shapes.items()}
+    unit = _unit(base)
+    found = {
+        key: _matrix(name, partial(_with_units, run, zeros, key), shape, base, unit) for key, shape in shapes.items()
+    }
     return LinearMap(constant.shape[1:], found, base)
 
 
-def _matrix(name: str, run: Callable[[NDArray[Any]], NDArray[Any]], shape: tuple[int, ...], base: Floats) -> Floats:
+def _unit(base: Floats) -> float:
+    """Return the length of unit vectors, a power of two: far above the constants, 1 where there are none."""
+    largest = float(np.abs(base).max(initial=0.0))
+    return 2.0 ** min(_LONGEST_UNIT_BITS, max(0, frexp(largest)[1]) + _UNIT_BITS) if largest else 1.0
+
+
+def _matrix(
+    name: str, run: Callable[[NDArray[Any]], NDArray[Any]], shape: tuple[int, ...], base: Floats, unit: float
+) -> Floats:
+    """Find one operand's matrix.
+
+    Raises:
+        UnsupportedModelError: it would be too large, or the operator gives values that are not finite.
+    """
     size = int(np.prod(shape))
     check_size(name, len(base), size)
     matrix = np.empty((len(base), size))
@@ -123,9 +147,12 @@ def _matrix(name: str, run: Callable[[NDArray[Any]], NDArray[Any]], shape: tuple
     for start in range(0, size, step):
         count = min(step, size - start)
         units = np.zeros((count, size), np.float32)
-        units[np.arange(count), start + np.arange(count)] = 1
+        units[np.arange(count), start + np.arange(count)] = unit
         found = run(units.reshape(count, *shape)).astype(np.float64).reshape(count, -1)
-        matrix[:, start : start + count] = (found - base).T
+        matrix[:, start : start + count] = (found - base).T / unit
+    if not np.isfinite(matrix).all() or not np.isfinite(base).all():
+        reason = f"its weights or constants are not finite, or beyond 2**{127 - _LONGEST_UNIT_BITS}"
+        raise UnsupportedModelError("a layer of a block can't be told:", [Offence(name, "layer", reason)])
     return matrix
 
 

@@ -22,10 +22,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heinfer.errors import Offence, ParameterError, UnsupportedModelError
+from heinfer.errors import Offence, ParameterError, PlanError, UnsupportedModelError
 from heinfer.operators.polynomials import MAX_DEGREE, complete_square, levels
 from heinfer.plan import TensorSpec
 from heinfer.plan.deep import SQUARE_PRIMES, Activation, ChainInfo, DeepBlock, Layer
+from heinfer.plan.deep_noise import Spread, deep_error_bounds, largest_values, spread_of_rounding
 from heinfer.plan.deep_terms import DeepOutput, DeepTerms
 from heinfer.ring.chain import CHAIN_WEIGHT_LIMIT, ChainParameters, choose_chain
 from partitioner.deep.built import BuiltDeep, FittedActivation
@@ -54,6 +55,10 @@ _GRID: Final = 257
 #: Degrees that are tried where none is given, and how close the first one that is taken must come.
 _DEGREES: Final = (2, 3, 5, 7)
 TOLERANCE: Final = 0.02
+
+
+class TooDeepError(UnsupportedModelError):
+    """No chain is long enough for the activations of one block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,8 @@ def build_deep(
         names: of its outputs, in order.
 
     Raises:
-        UnsupportedModelError: no chain is long enough, or calibration data hold nothing.
+        TooDeepError: no chain is long enough.
+        UnsupportedModelError: a function is not finite on its range, or weights differ too much in size.
     """
     inputs = {n: np.asarray(calibration[n], np.float64) for n in draft.inputs}
     before = evaluate_draft(draft, inputs)
@@ -136,7 +142,6 @@ def build_deep(
     layers = quantiser.run()
     count = len(draft.inputs)
     results = [draft.results[n] for n in names]
-    terms = tuple(_output(draft.shape(r), ranges[r - count], before[r - count]) for r in results)
     block = DeepBlock(
         chain=ChainInfo(chain.degree, chain.primes, chain.special),
         inputs=tuple(TensorSpec(n, shape) for n, shape in draft.inputs.items()),
@@ -147,24 +152,36 @@ def build_deep(
         results=tuple(results),
         operators=tuple(draft.operators),
     )
-    block.check_arrays(quantiser.arrays)
+    try:
+        block.check_arrays(quantiser.arrays)
+    except PlanError as error:
+        raise UnsupportedModelError(
+            "the values in a block differ too much in size:",
+            [Offence("block", "headroom", f"{error} with a smaller degree, or end the block in front of this layer")],
+        ) from error
+    bounds = deep_error_bounds(block, quantiser.arrays, quantiser.rounded)
+    terms = tuple(
+        _output(draft.shape(r), ranges[r - count], before[r - count], bound.ravel())
+        for r, bound in zip(results, bounds, strict=True)
+    )
+    fitted = tuple(c.fitted for c in chosen if c is not None)
     return BuiltDeep(
         block,
         quantiser.arrays,
-        DeepTerms(input_ranges, terms),
-        tuple(c.fitted for c in chosen if c is not None),
+        DeepTerms(input_ranges, terms, all(f.exact for f in fitted)),
+        fitted,
     )
 
 
-def _output(shape: tuple[int, ...], ranges: Floats, seen: Floats) -> DeepOutput:
-    """Return what the node knows of an output, not calibrated yet; the guard is by channel."""
+def _output(shape: tuple[int, ...], ranges: Floats, seen: Floats, bound: Floats) -> DeepOutput:
+    """Return what the node knows of an output, not calibrated yet; the guard is by channel, `bound` in ranges."""
     low, high = seen.min(axis=0), seen.max(axis=0)
     if len(shape) > 1:
         size = prod(shape[1:])
         low = np.repeat(low.reshape(shape[0], -1).min(axis=1), size)
         high = np.repeat(high.reshape(shape[0], -1).max(axis=1), size)
     room = (MARGIN - 1) * (high - low) / 2
-    parts = (ranges, np.ones(len(ranges)), np.zeros(len(ranges)), low - room, high + room)
+    parts = (ranges, np.ones(len(ranges)), np.zeros(len(ranges)), low - room, high + room, ranges * bound)
     return DeepOutput(*(part.reshape(shape) for part in parts))
 
 
@@ -217,8 +234,8 @@ def _fit(
         def f(u: Floats, first: int = first) -> Floats:
             y = (np.asarray(u) * ranges[first])[:, None]
             if pointwise:
-                return function.evaluate(y, (1,))[:, 0]
-            return function.evaluate(y, layer.affine.shape)[:, first]
+                return _finite(layer, function, ranges[first], function.evaluate(y, (1,))[:, 0])
+            return _finite(layer, function, ranges[first], function.evaluate(y, layer.affine.shape)[:, first])
 
         seen = v[:, members].reshape(-1)
         fitted = fit_polynomial(f, seen, degree, fit)
@@ -227,6 +244,21 @@ def _fit(
         error, variance = squared_error(f, sample, fitted)
         wrong, spread = wrong + len(members) * error, spread + len(members) * variance
     return coefficients, sqrt(wrong / spread) if spread else 0.0
+
+
+def _finite(layer: DraftLayer, function: Function, reach: float, values: Floats) -> Floats:
+    """Return values of a function, which must be finite wherever a polynomial stands for it.
+
+    Raises:
+        UnsupportedModelError: they are not, as with the root of a negative number.
+    """
+    if not np.isfinite(values).all():
+        reason = (
+            f"gives NaN or infinity for some values from {-reach:.3g} to {reach:.3g}, the range that calibration data "
+            "show, with its margin; end the block in front of it, or clip these values in the model"
+        )
+        raise UnsupportedModelError("a function is no polynomial:", [Offence(layer.label, function.label, reason)])
+    return values
 
 
 def _keep_units(draft: DraftBlock, chosen: list[_Chosen | None]) -> None:
@@ -272,23 +304,11 @@ def _chain(draft: DraftBlock, chosen: Sequence[_Chosen | None]) -> tuple[ChainPa
     try:
         return choose_chain(bits), tops
     except ParameterError as error:
-        raise UnsupportedModelError(
+        raise TooDeepError(
             f"{draft.depth} activations in one block are too many:",
             [Offence(layer.label, "activation", f"at depth {layer.depth + 1}") for layer in draft.layers
-             if layer.function is not None] + [Offence("block", "chain", f"{error}; use --block-depth "
-                                               f"{_fitting_depth(bits, tops)} or a smaller degree")],
+             if layer.function is not None] + [Offence("block", "chain", str(error))],
         ) from error  # fmt: skip
-
-
-def _fitting_depth(bits: Sequence[int], tops: Sequence[int]) -> int:
-    """Return how many of the last activations would fit."""
-    for depth, top in enumerate(tops):
-        try:
-            choose_chain(bits[:top])
-        except ParameterError:
-            continue
-        return len(tops) - 1 - depth
-    return 0
 
 
 def _largest(coefficients: Floats) -> float:
@@ -298,7 +318,7 @@ def _largest(coefficients: Floats) -> float:
 
 
 class _Quantiser:
-    """Makes layers of a plan, and their arrays."""
+    """Makes layers of a plan, and their arrays; `rounded` is what rounding weights does, as error bounds want it."""
 
     def __init__(
         self,
@@ -320,10 +340,18 @@ class _Quantiser:
             _Atom(np.full(prod(shape), r), np.zeros(prod(shape)), ACTIVATION_SCALE)
             for shape, r in zip(draft.inputs.values(), input_ranges, strict=True)
         ]
+        self._largest = [np.ones(prod(shape)) for shape in draft.inputs.values()]
         self.arrays: dict[str, NDArray[Any]] = {}
+        self.rounded: dict[str, Spread] = {}
 
     def run(self) -> list[Layer]:
-        return [self._layer(number, layer) for number, layer in enumerate(self._draft.layers)]
+        made = []
+        for number, draft in enumerate(self._draft.layers):
+            layer = self._layer(number, draft)
+            read = np.concatenate([self._largest[s] for s in layer.sources])
+            self._largest.append(largest_values(layer, self.arrays, read))
+            made.append(layer)
+        return made
 
     def _layer(self, number: int, layer: DraftLayer) -> Layer:
         name = f"deep.{self._name}.{number}"
@@ -339,8 +367,12 @@ class _Quantiser:
             matrix = layer.affine.matrices.get(source, np.zeros((len(ranges), len(atom.factor))))
             constant = constant + matrix @ atom.constant
             parts.append(matrix * atom.factor / ranges[:, None] * (scale / atom.scale))
-        integers = np.rint(np.concatenate(parts, axis=1))
+        real = np.concatenate(parts, axis=1)
+        integers = np.rint(real)
         integers[~integers.any(axis=1), 0] = 1  # a row of nothing would be a ciphertext of nothing, which SEAL refuses
+        units = np.concatenate([np.full(len(self._largest[s]), self._atoms[s].scale / scale) for s in sources])
+        read = np.concatenate([self._largest[s] for s in sources])
+        self.rounded[name] = spread_of_rounding((integers - real) * units, read)
         self._put(name, integers)
         self.arrays[f"{name}.bias"] = constant / ranges
         self._atoms.append(self._meaning(name, chosen, activation, ranges, scale))

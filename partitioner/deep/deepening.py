@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from heinfer.errors import InputError, Offence, ParameterError, UnsupportedModelError
 from heinfer.plan import DeepStep, NodeStep, Plan, RoundStep
-from heinfer.plan.deep_terms import DeepOutput, DeepTerms
+from heinfer.plan.deep_terms import DeepOutput
 from heinfer.plan.execution import PlanRunner, Tensors, plain_deep, plain_rounds
 from heinfer.plan.schema import PlanStep
 from partitioner.deep.affine import LinearMap
-from partitioner.deep.building import FitOptions, build_deep
+from partitioner.deep.building import FitOptions, TooDeepError, build_deep
 from partitioner.deep.built import BuiltDeep
 from partitioner.deep.drafting import DraftBlock, draft_block, inputs_of
 from partitioner.deep.functions import dissect
@@ -71,16 +71,41 @@ def deepen(result: Draft, content: bytes, options: DeepOptions) -> Draft:
         UnsupportedModelError: the depth is "all" and something is no polynomial, or a block fits no ring.
         InputError: calibration data don't fit the model.
     """
-    calibration = options.calibration
-    segments = _find(result, options.depth)
-    exact = _run(
-        result, content, calibration, [tensor for s in segments for tensor in (*s.block.inputs, *s.block.results)]
-    )
-    built = [
-        build_deep(str(number), s.block, exact, options.fit, list(s.block.results)) for number, s in enumerate(segments)
-    ]
+    known: dict[str, LinearMap] = {}
+    segments = _find(result, options.depth, known)
+    exact = _run_exactly(result, content, options, segments)
+    try:
+        built = _build(segments, exact, options.fit)
+    except TooDeepError as error:
+        smaller = range(max(s.block.depth for s in segments) - 1, 0, -1)
+        fitting = next((d for d in smaller if _fits(result, content, options, d, known)), None)
+        remedy = "use a smaller degree" if fitting is None else f"use --block-depth {fitting} or a smaller degree"
+        summary = str(error).partition("\n")[0]
+        raise UnsupportedModelError(summary, [*error.offences, Offence("block", "remedy", remedy)]) from error
     joined = _join(result, segments, built)
-    return _calibrate(joined, content, calibration, exact)
+    return _calibrate(joined, content, options.calibration, exact)
+
+
+def _run_exactly(
+    result: Draft, content: bytes, options: DeepOptions, segments: Sequence[Segment]
+) -> dict[str, NDArray[Any]]:
+    """Return what blocks read and make of calibration data in the exact model."""
+    wanted = [tensor for s in segments for tensor in (*s.block.inputs, *s.block.results)]
+    return _run(result, content, options.calibration, wanted)
+
+
+def _build(segments: Sequence[Segment], exact: Mapping[str, NDArray[Any]], fit: FitOptions) -> list[BuiltDeep]:
+    return [build_deep(str(number), s.block, exact, fit, list(s.block.results)) for number, s in enumerate(segments)]
+
+
+def _fits(result: Draft, content: bytes, options: DeepOptions, depth: int, known: dict[str, LinearMap]) -> bool:
+    """Whether all blocks of a depth can be built; it is tried, since they begin and end elsewhere than others do."""
+    try:
+        segments = _find(result, depth, known)
+        _build(segments, _run_exactly(result, content, options, segments), options.fit)
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +150,10 @@ def _join(result: Draft, segments: Sequence[Segment], built: Sequence[BuiltDeep]
 def _calibrate(
     result: Draft, content: bytes, calibration: Mapping[str, NDArray[Any]], exact: Mapping[str, NDArray[Any]]
 ) -> Draft:
-    """Fit gain and offset of every channel of every output, block after block, to what the exact model gives there."""
+    """Fit gain and offset of every channel of every output, block after block, to what the exact model gives there.
+
+    Where all activations so far are the model's own, nothing is wrong that a gain could mend.
+    """
     built = list(result.deep)
     plan = result.plan
     exactly = plain_rounds(plan, result.reference(content))
@@ -134,12 +162,14 @@ def _calibrate(
         if isinstance(step, RoundStep):
             return exactly(step, tensors)
         old = built[step.block]
+        if all(b.terms.exact for b in built[: step.block + 1]):
+            return plain_deep(old.block, old.arrays, old.terms, tensors)
         made = plain_deep(old.block, old.arrays, old.terms, tensors, calibrated=False)
         outputs = tuple(
             _fit_output(output, np.asarray(made[t.name], np.float64), np.asarray(exact[t.name], np.float64))
             for t, output in zip(old.block.outputs, old.terms.outputs, strict=True)
         )
-        built[step.block] = dataclasses.replace(old, terms=DeepTerms(old.terms.input_ranges, outputs))
+        built[step.block] = dataclasses.replace(old, terms=dataclasses.replace(old.terms, outputs=outputs, exact=False))
         return {
             t.name: (made[t.name] * output.gain + output.offset).astype(np.float32)
             for t, output in zip(old.block.outputs, outputs, strict=True)
@@ -166,13 +196,12 @@ def _fit_output(output: DeepOutput, found: Floats, exact: Floats) -> DeepOutput:
     )
 
 
-def _find(result: Draft, depth: Depth) -> list[Segment]:
+def _find(result: Draft, depth: Depth, known: dict[str, LinearMap]) -> list[Segment]:
     steps = result.plan.steps
     rounds = [p for p, step in enumerate(steps) if isinstance(step, RoundStep)]
     if depth == "all":
         _check_all(result, range(rounds[0], rounds[-1] + 1))
     found: list[Segment] = []
-    known: dict[str, LinearMap] = {}
     position = 0
     while position < len(rounds):
         positions, block, taken = _longest(result, rounds, position, depth, known)

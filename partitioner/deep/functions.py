@@ -6,6 +6,11 @@
 requires  the sub-model of a `NodeStep`
 ensures   for every tensor that it makes: a `Function` of another tensor, element by element, as ONNX nodes that
           onnxruntime can run on any grid of values; or an operator that is linear; or a reason why it is neither
+
+A polynomial is never fitted: it is taken as it is. One of a degree above 7 becomes several functions, one of the other:
+
+    Pow(x, 8)        Pow(4), then Pow(2)                    Pow(x, 11)       refused: 11 is prime
+    q = x**4, q * q  q is a function of x, q * q one of q   p = x**7, p * x  refused: no single value is on the way
 """
 
 from __future__ import annotations
@@ -128,6 +133,17 @@ class Function:
         result = open_session(model.SerializeToString()).run([target], {self.source: values})[0]
         return np.asarray(result, np.float64).reshape(len(grid), prod(shape))
 
+    @property
+    def degree(self) -> int | None:
+        """Degree of the polynomial that its operators spell out, however large; None where one of them is no such."""
+        degrees = dict.fromkeys(self.constants, 0) | {self.source: 1}
+        for node in self.nodes:
+            found = _degree(node, [degrees[name] for name in node.input if name], self.constants)
+            if found is None:
+                return None
+            degrees[node.output[0]] = found
+        return degrees[self.nodes[-1].output[0]]
+
     def polynomial(self, shape: Sequence[int]) -> Floats | None:
         """Return its coefficients where it is a polynomial of degree 7 at most, as in x * x; None otherwise.
 
@@ -151,7 +167,39 @@ class Function:
                 return None
             known[node.output[0]] = result
         powers = known[self.nodes[-1].output[0]]
+        while len(powers) > 1 and not np.any(powers[-1]):  # as in x * x - x * x
+            powers = powers[:-1]
         return np.stack([np.broadcast_to(c, shape).reshape(prod(shape)) for c in powers], axis=1)
+
+
+def _degree(node: onnx.NodeProto, degrees: Sequence[int], constants: Mapping[str, NDArray[Any]]) -> int | None:
+    """Return the degree of an operator's result, given those of its operands; None where it is no polynomial."""
+    match node.op_type:
+        case "Identity" | "Neg" | "Add" | "Sub" | "Sum" | "Mean":
+            return max(degrees)
+        case "Mul":
+            return sum(degrees)
+        case "Div" if degrees[1] == 0 and _usable_divisor(node, constants):
+            return degrees[0]
+        case "Pow":
+            exponent = _exponent(node, constants)
+            return None if exponent is None else degrees[0] * exponent
+        case _:
+            return None
+
+
+def _usable_divisor(node: onnx.NodeProto, constants: Mapping[str, NDArray[Any]]) -> bool:
+    """Whether a divisor is nowhere 0, as far as it is known here."""
+    return node.input[1] not in constants or bool(np.all(constants[node.input[1]] != 0))
+
+
+def _exponent(node: onnx.NodeProto, constants: Mapping[str, NDArray[Any]]) -> int | None:
+    """Return the exponent of Pow where it is one whole number, 0 or more; None otherwise."""
+    found = constants.get(node.input[1])
+    if found is None or found.size != 1 or found.dtype.kind not in "fiu":
+        return None
+    value = float(found.reshape(()))
+    return int(value) if value >= 0 and value.is_integer() else None
 
 
 #: Coefficients from the constant up, each one number or an array along the tensor's shape.
@@ -167,6 +215,9 @@ def _combine(kind: str, operands: list[_Powers]) -> _Powers | None:
             return [np.asarray(-c) for c in operands[0]]
         case "Add" | "Sum":
             return [np.asarray(sum(terms)) for terms in zip_longest(*operands, fillvalue=np.zeros(()))]
+        case "Mean":
+            total = [np.asarray(sum(terms)) for terms in zip_longest(*operands, fillvalue=np.zeros(()))]
+            return [np.asarray(c / len(operands)) for c in total]
         case "Sub":
             return [np.asarray(a - b) for a, b in zip_longest(*operands, fillvalue=np.zeros(()))]
         case "Mul":
@@ -175,9 +226,9 @@ def _combine(kind: str, operands: list[_Powers]) -> _Powers | None:
             return [np.asarray(c / operands[1][0]) for c in operands[0]]
         case "Pow" if len(operands[1]) == 1 and operands[1][0].size == 1:
             exponent = float(operands[1][0].reshape(()))
-            if exponent not in range(1, MAX_DEGREE + 1):
+            if exponent not in range(MAX_DEGREE + 1):
                 return None
-            return reduce(_multiply, [operands[0]] * int(exponent))
+            return reduce(_multiply, [operands[0]] * int(exponent), [np.ones(())])
         case _:
             return None
 
@@ -247,14 +298,46 @@ def dissect(submodel: bytes) -> Anatomy:
     """Take a step's sub-model apart."""
     model = onnx.load_model_from_string(submodel)
     constants = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    nodes = [part for node in model.graph.node for part in _split_power(node, constants)]
     opsets = tuple(model.opset_import)
     shapes = {v.name: tuple(d.dim_value for d in v.type.tensor_type.shape.dim[1:]) for v in model.graph.input}
     parts: dict[str, Function | LinearNode | Opaque] = {}
-    for node in model.graph.node:
+    for node in nodes:
         part = _part(node, parts, constants, opsets, shapes)
         for name in node.output:
             parts[name] = part
     return Anatomy(parts, constants, opsets)
+
+
+def _split_power(node: onnx.NodeProto, constants: dict[str, NDArray[Any]]) -> list[onnx.NodeProto]:
+    """Return Pow as several where its exponent is above `MAX_DEGREE` and has factors below; constants take them."""
+    exponent = _exponent(node, constants) if node.op_type == "Pow" and node.domain in ("", "ai.onnx") else None
+    factors = _factors(exponent) if exponent is not None and exponent > MAX_DEGREE else []
+    if not factors:
+        return [node]
+    made: list[onnx.NodeProto] = []
+    for number, factor in enumerate(factors):
+        part = onnx.NodeProto()
+        part.CopyFrom(node)
+        name = f"{node.output[0]}/exponent_{number}"
+        constants[name] = np.array(factor, constants[node.input[1]].dtype)
+        part.input[1] = name
+        if number:
+            part.input[0] = made[-1].output[0]
+        if number < len(factors) - 1:
+            part.output[0] = f"{node.output[0]}/power_{number}"
+        made.append(part)
+    return made
+
+
+def _factors(number: int) -> list[int]:
+    """Return factors from 2 to `MAX_DEGREE`, as large as can be; none where there are no such."""
+    found = []
+    for factor in range(MAX_DEGREE, 1, -1):
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+    return found if number == 1 else []
 
 
 def _part(
@@ -265,32 +348,73 @@ def _part(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Function | LinearNode | Opaque:
     read = [name for name in node.input if name and name not in constants]
-    bases = {_base(name, parts) for name in read}
+    roots = {_root(name, parts) for name in read}
     if node.domain not in ("", "ai.onnx") or len(node.output) != 1 or not read:
         return Opaque(node, "is no operator that a block can hold")
-    if (node.op_type in UNARY and len(read) == 1) or (node.op_type in ELEMENTWISE and len(bases) == 1):
-        source = bases.pop()
-        held = {n: constants[n] for n in node.input if n in constants}
-        nodes: dict[str, onnx.NodeProto] = {}
-        for name in read:
-            inner = parts.get(name)
-            if isinstance(inner, Function):
-                nodes.update({n.output[0]: n for n in inner.nodes})
-                held.update(inner.constants)
-        if all(_fits(a.shape, shapes.get(source)) for a in held.values()):
-            return Function(source, (*nodes.values(), node), held, opsets)
+    if len(roots) == 1 and (node.op_type in ELEMENTWISE or (node.op_type in UNARY and len(read) == 1)):
+        base = roots.pop()
+        functions = _functions(node, base, parts, constants, opsets)
+        if all(_fits(a.shape, shapes.get(base)) for a in functions[0].constants.values()):
+            for function in functions:
+                if (function.degree or 0) <= MAX_DEGREE:
+                    return function
+            return Opaque(node, f"is a polynomial of degree {functions[0].degree}, and {MAX_DEGREE} is the most: write "
+                          "it as powers of powers, as q = x**4, q * q, or end the block in front of it")  # fmt: skip
     if node.op_type in LINEAR or node.op_type in _ADDITIVE:
         return LinearNode(node, tuple(dict.fromkeys(read)))
     if node.op_type in ("Mul", "Div") and len(read) == 1 and node.input[0] == read[0]:
         return LinearNode(node, tuple(read))
     if node.op_type in ("MaxPool", "GlobalMaxPool", "ReduceMax"):
         return Opaque(node, "takes the largest value, which no polynomial does: end the block in front of it")
+    if node.op_type in ("Mul", "Div"):
+        return Opaque(node, "multiplies or divides two values that are no functions of one: end the block before it")
     return Opaque(node, "is no function of single values, and not linear")
 
 
-def _base(name: str, parts: Mapping[str, Function | LinearNode | Opaque]) -> str:
+def _functions(
+    node: onnx.NodeProto,
+    base: str,
+    parts: Mapping[str, Function | LinearNode | Opaque],
+    constants: Mapping[str, NDArray[Any]],
+    opsets: tuple[onnx.OperatorSetIdProto, ...],
+) -> list[Function]:
+    """Return an operator as a function of its operands' root, then of each value on the way through which all go."""
+    inner: dict[str, onnx.NodeProto] = {}
+    for name in node.input:
+        inner.update(_leading_to(name, parts))
+    found = []
+    for start in (base, *inner):
+        nodes = _between(start, node, inner)
+        read = {name for n in nodes for name in n.input}
+        if start == base or base not in read:
+            found.append(Function(start, nodes, {n: a for n, a in constants.items() if n in read}, opsets))
+    return found
+
+
+def _leading_to(name: str, parts: Mapping[str, Function | LinearNode | Opaque]) -> dict[str, onnx.NodeProto]:
+    """Return the nodes that lead from a value's root to it, in order, by what they make."""
     part = parts.get(name)
-    return part.source if isinstance(part, Function) else name
+    if not isinstance(part, Function):
+        return {}
+    return _leading_to(part.source, parts) | {n.output[0]: n for n in part.nodes}
+
+
+def _between(start: str, node: onnx.NodeProto, inner: Mapping[str, onnx.NodeProto]) -> tuple[onnx.NodeProto, ...]:
+    """Return an operator and what leads to it from a value on, in order."""
+    needed, waiting = set[str](), list(node.input)
+    while waiting:
+        name = waiting.pop()
+        if name in inner and name != start and name not in needed:
+            needed.add(name)
+            waiting.extend(inner[name].input)
+    return (*(n for name, n in inner.items() if name in needed), node)
+
+
+def _root(name: str, parts: Mapping[str, Function | LinearNode | Opaque]) -> str:
+    """Return what a value is a function of in the end."""
+    while isinstance(part := parts.get(name), Function):
+        name = part.source
+    return name
 
 
 def _fits(constant: tuple[int, ...], shape: tuple[int, ...] | None) -> bool:

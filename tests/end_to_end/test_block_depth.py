@@ -21,6 +21,8 @@ from tests.small_models import dense_model, tanh_model
 
 #: What noise and rounding add to polynomials of values around 1 (partitioner.deep.building: 2**-18 of a range).
 NOISE = 1e-4
+#: Bounds are of the worst case.
+USUAL = 100
 APP = typer.Typer(pretty_exceptions_enable=False)
 for commands in (estimating, evaluating, inferring, partitioning, studies):
     commands.register(APP)
@@ -93,13 +95,18 @@ def test_evaluate_encrypted_is_what_is_simulated(folder: Path) -> None:
     assert abs(encrypted["max_abs_error"] - simulated["max_abs_error"]) < NOISE
     assert 0 < encrypted["blocks"][0]["measured_error"] < NOISE < encrypted["max_abs_error"]
     assert simulated["blocks"][0]["measured_error"] < 1e-6
-    assert encrypted["error_bound"] is encrypted["error_estimate"] is encrypted["blocks"][0]["error_bound"] is None
-    assert "no bound: polynomials" in text
+    (block,) = encrypted["blocks"]
+    assert block["measured_error"] < block["error_bound"] <= encrypted["error_bound"] < NOISE * USUAL
+    assert encrypted["error_estimate"] is None
+    assert encrypted["fitted"]
+    assert not encrypted["unbounded"]
+    assert "distance from the same polynomials" in " ".join(text.split())
     run("inspect", folder / "bundle", "--json", folder / "inspect.json")
     (deep,) = json.loads((folder / "inspect.json").read_text())["deep"]
     assert (encrypted["bytes_up"], encrypted["bytes_down"]) == (deep["bytes_up"], deep["bytes_down"])
     page = (folder / "page.html").read_text()
-    assert "no bound: polynomials" in page
+    assert "none: polynomials" in page  # the estimate
+    assert "(distance from the same polynomials)" in page
     assert "Calibration (used)" in page
     with pytest.raises(InputError, match="another mode"):
         evaluate(folder, "--journal", journal, "--resume", "--no-calibration")
@@ -122,6 +129,8 @@ def test_values_outside_of_the_calibrated_ranges_are_counted(folder: Path) -> No
     far, text = evaluate(folder, "--simulate", "--data", folder / "far.npz")
     assert near["polynomials"]["inputs_outside"] == 0
     assert far["polynomials"]["inputs_outside"] > far["polynomials"]["inputs"] / 2
+    assert (far["unbounded"], far["error_bound"], far["blocks"][0]["error_bound"]) == (60, None, None)
+    assert "none: outside of the calibrated ranges" in " ".join(text.split())
     assert 0 < far["polynomials"]["outputs_outside"] <= far["polynomials"]["outputs"] == 60 * 3
     assert f"{far['polynomials']['inputs_outside']:,} of {far['polynomials']['inputs']:,} inputs" in text
 
@@ -136,17 +145,27 @@ def test_node_leaves_the_calibration_out_where_told(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_infer_says_what_lies_outside_and_claims_no_bound(folder: Path) -> None:
+def test_infer_says_what_lies_outside_and_claims_no_bound_there(folder: Path) -> None:
     near = run("infer", folder / "query.npy", "--bundle", folder / "bundle", "--json", folder / "near.json")
-    assert "no error bound: polynomials" in near
-    assert json.loads((folder / "near.json").read_text())["error_bound"] is None
-    far = run("infer", folder / "far.npy", "--bundle", folder / "bundle")
+    assert "distance from the same polynomials" in near
+    assert 0 < json.loads((folder / "near.json").read_text())["error_bound"] < NOISE * USUAL
+    far = run("infer", folder / "far.npy", "--bundle", folder / "bundle", "--json", folder / "far.json")
+    assert json.loads((folder / "far.json").read_text())["error_bound"] is None
+    assert "error bound none: outside of the calibrated ranges" in far
     assert "Outside of the ranges that calibration data showed" in far
 
 
-def test_estimate_is_refused(folder: Path) -> None:
-    with pytest.raises(InputError, match="deep blocks have no forecast"):
-        run("estimate", folder / "bundle")
+def test_estimate_counts_a_deep_block_and_needs_the_servers_weights(folder: Path, tmp_path: Path) -> None:
+    said = run("estimate", folder / "bundle", "--json", tmp_path / "estimate.json")
+    assert "deep 0" in said
+    assert "scratch files" in said
+    figures = json.loads((tmp_path / "estimate.json").read_text())
+    (deep,) = json.loads((folder / "partition.json").read_text())["deep"]
+    assert (figures["bytes_up"], figures["bytes_down"]) == (deep["bytes_up"], deep["bytes_down"])
+    assert 0 < figures["server_s"] < figures["total_s"]
+    (tmp_path / "plan.json").write_bytes((folder / "bundle" / "plan.json").read_bytes())
+    with pytest.raises(InputError, match="what deep blocks take follows from the server's weights"):
+        run("estimate", tmp_path)
 
 
 def test_partition_refuses_what_does_not_go_together(folder: Path, tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from numpy.typing import NDArray
 
 from heinfer.errors import UnsupportedModelError
 from heinfer.plan.execution import PlanRunner, plain_rounds
 from heinfer.ring import RingParameters
+from partitioner.deep.affine import find_linear
 from partitioner.deep.building import FitOptions
 from partitioner.deep.deepening import DeepOptions, Depth, deepen
 from partitioner.emission import Draft
@@ -41,6 +45,9 @@ CONSTANTS = {
     "low": np.array(-3, np.float32),
     "high": np.array(3, np.float32),
     "half": np.array(0.5, np.float32),
+    "eight": np.array(8, np.float32),
+    "eleven": np.array(11, np.float32),
+    "u": weights(5, 5),
 }
 
 
@@ -154,11 +161,71 @@ def test_a_number_ends_blocks_after_so_many_activations(tmp_path: Path) -> None:
     made, _ = deepened(model, tmp_path, 2, degree=3)
     assert [sum(layer.degree > 0 for layer in block.layers) for block in made.plan.deep] == [2, 2]
     assert [step.kind for step in made.plan.steps] == ["deep", "node", "deep", "node", "round"]
-    with pytest.raises(UnsupportedModelError, match="use --block-depth 4") as caught:
+
+
+#: Activations one after the other, and the depth that a refusal must name. Of 868 bits, 124 are taken; a square takes
+#: 68, degree 7 takes 150.
+TOO_DEEP = {
+    "fitted": (["Tanh (h{i})"] * 5, 4),
+    "fitted, then squares": (["Tanh (h{i})"] * 5 + ["Mul (h{i}, h{i})"] * 4, 4),  # the last seven would fit
+    "squares, then fitted": (["Mul (h{i}, h{i})"] * 4 + ["Tanh (h{i})"] * 4, 7),  # of the last ones, six would
+    "squares": (["Mul (h{i}, h{i})"] * 12, 10),
+}
+
+
+@pytest.mark.parametrize("name", TOO_DEEP)
+def test_the_depth_that_a_refusal_names_is_the_largest_that_fits(name: str, tmp_path: Path) -> None:
+    """Squares take fewer primes, so what fits depends on where blocks begin: they do so from the front."""
+    activations, expected = TOO_DEEP[name]
+    last = len(activations)
+    many = " ".join(
+        f"t{i} = {activation.format(i=i)} h{i + 1} = Gemm (t{i}, u, b)" for i, activation in enumerate(activations)
+    )
+    model = graph(
+        f"g (float[n,6] x) => (float y) {{ h0 = Gemm (x, w, b) {many} y = Gemm (h{last}, v, c) }}",
+        {"w": weights(6, 5) / 4, "b": weights(5) / 4, "u": weights(5, 5) / 4, "v": weights(5, 4), "c": weights(4)},
+    )
+    with pytest.raises(UnsupportedModelError, match=f"{last} activations in one block are too many") as caught:
         deepened(model, tmp_path, "all", degree=7)
-    assert "6 activations in one block are too many" in str(caught.value)
-    made, _ = deepened(model, tmp_path, 4, degree=7)
-    assert max(sum(layer.degree > 0 for layer in block.layers) for block in made.plan.deep) == 4
+    named = re.search(r"use --block-depth (\d+) or a smaller degree", str(caught.value))
+    assert named is not None
+    assert int(named[1]) == expected
+    made, _ = deepened(model, tmp_path, expected, degree=7)
+    assert max(sum(layer.degree > 0 for layer in block.layers) for block in made.plan.deep) == expected
+
+
+def test_powers_above_degree_7_are_several_exact_activations(tmp_path: Path) -> None:
+    made, error = deepened(dense("a = Pow (h, eight)"), tmp_path)
+    assert [(a.degree, a.exact) for a in made.deep[0].activations] == [(4, True), (2, True)]
+    assert error < ROUNDING
+
+
+def test_a_prime_power_above_degree_7_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="is a polynomial of degree 11, and 7 is the most"):
+        deepened(dense("a = Pow (h, eleven)"), tmp_path)
+    made, error = deepened(dense("q = Mul (h, h) i = Gemm (q, u, b) a = Pow (i, eleven)"), tmp_path, 3)
+    assert [step.kind for step in made.plan.steps] == ["deep", "node", "round"]
+    assert error < 100 * ROUNDING  # an eleventh power of what is rounded
+
+
+def test_a_function_that_is_not_finite_everywhere_is_refused_by_name(tmp_path: Path) -> None:
+    """Calibration shows values of both signs, so that a polynomial would have to stand for 1 / 0 as well."""
+    with pytest.raises(UnsupportedModelError, match=r"a \(Div\): gives NaN or infinity"):
+        deepened(dense("a = Div (one, h)"), tmp_path)
+
+
+def test_a_linear_map_keeps_its_digits_beside_a_constant_a_billion_times_as_large() -> None:
+    """As float32 computes it, 1e6 + 1e-3 is 1e6."""
+    rng = np.random.default_rng(0)
+    matrix = (rng.normal(size=(4, 6)) * 1e-3).astype(np.float32)
+    constant = np.array([1e6, -1e6, 3.0, 0.0], np.float32)
+
+    def run(arrays: dict[str, NDArray[Any]]) -> NDArray[Any]:
+        return np.asarray(arrays["x"].astype(np.float32) @ matrix.T + constant, np.float32)
+
+    found = find_linear("layer", run, {"x": (6,)})
+    np.testing.assert_allclose(found.matrices["x"], matrix, rtol=2**-22)
+    np.testing.assert_array_equal(found.constant, constant)
 
 
 def test_the_largest_value_is_no_polynomial_and_ends_a_block(tmp_path: Path) -> None:

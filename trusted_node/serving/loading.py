@@ -16,10 +16,11 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from heinfer.cards import read_card
 from heinfer.errors import InputError, PlanError, RemoteProtocolError
+from heinfer.operators.copies import Copies
 from heinfer.plan import NodeBundle, load_node
 from heinfer.plan.files import PLAN_FILE, read_plan
 from heinfer.plan.hints import LIFETIME_S
@@ -38,6 +39,9 @@ from trusted_node.replicas import Replicas
 from trusted_node.serving.interface import Channel, ModelNotReadyError, ModelStatus, Observer, Query, ServerStatus
 from trusted_node.serving.scheduling import MAX_SAMPLES, QueueLimits, Scheduler
 from trusted_node.workers import CryptoPool
+
+if TYPE_CHECKING:
+    from heinfer.operators.torch_device import TorchDevice
 
 logger = logging.getLogger(__name__)
 #: Seconds that a node waits for its servers to come up.
@@ -63,6 +67,8 @@ class ModelSettings:
             None: a sixth of the machine's.
         trusted: keys, one of which must have signed each folder; None: no signature is asked for.
         calibrated: whether outputs of deep blocks are calibrated.
+        device: where queries are prepared; None: natively.
+        copies: keeps transformed hints, of all models.
         queue: what may wait for each model.
         tracer: is told of spans.
     """
@@ -77,6 +83,8 @@ class ModelSettings:
     memory: int | None = None
     trusted: TrustedKeys | None = None
     calibrated: bool = True
+    device: TorchDevice | None = None
+    copies: Copies = field(default_factory=Copies)
     queue: QueueLimits = field(default_factory=QueueLimits)
     tracer: Tracer = NO_TRACER
 
@@ -280,7 +288,7 @@ def _start_pool(bundle: NodeBundle, settings: ModelSettings, teller: Teller) -> 
         return None
     if bundle.hints.expired:
         teller.say("seed and hints are older than 30 days: renew them with `heinfer partition --rotate`")
-    return PreparedPool(Preparer(bundle), settings.prepared)
+    return PreparedPool(Preparer(bundle, settings.device, settings.copies), settings.prepared)
 
 
 def _fill(pool: PreparedPool, teller: Teller) -> None:
