@@ -33,7 +33,7 @@ export OMP_WAIT_POLICY OPENBLAS_NUM_THREADS
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-dev demo test test-fast test-long fuzz check lint types format bench docs page-picture stubs clean
+.PHONY: help setup setup-dev demo test test-fast test-long fuzz check lint types format bench bench-more docs page-picture stubs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -70,8 +70,15 @@ format: setup-dev ## format and mend what ruff can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: setup-dev ## run the scripts in benchmarks/
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+bench: setup-dev ## heinfer beside its peers, by cores and by size: half an hour, and the peers' environments once (ARGS=--docs)
+	@$(BIN)/python benchmarks/peers/environments.py --torch $(TORCH)
+	@for script in side_by_side scaling growth; do \
+	    echo "== $$script"; $(BIN)/python benchmarks/$$script.py $(ARGS) || exit 1; done
+
+bench-more: setup-dev ## the other measurements of docs/performance.md, hours
+	@for script in prepared_queries profile_query server_operators large_models gpu serving_load transport placements \
+	    forecasts encrypted_models busy_neighbour; do \
+	    echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 docs: setup ## generate docs/operators.md from the partitioner's rules
 	@$(BIN)/python -m partitioner.catalogue > docs/operators.md
@@ -85,8 +92,8 @@ stubs: setup-dev ## generate what comes of heinfer/wire/proto/heinfer.proto and 
 	@cd trusted_node/serving/proto && $(abspath $(BIN))/python -m grpc_tools.protoc -I . \
 	    --descriptor_set_out=inference.pb --pyi_out=. inference.proto
 
-clean: ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist .demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+clean: ## remove .venv, peers, caches and build outputs
+	rm -rf $(VENV) .bench build dist .demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What the user can mend is said in one line, with the remedy.

@@ -1,4 +1,4 @@
-"""Models to measure with, as ONNX files: ResNet-20 with published weights, and the CNN of TenSEAL's tutorial."""
+"""Models to measure with, as ONNX files: ResNet-20 with published weights, small ones with random weights."""
 
 from __future__ import annotations
 
@@ -82,4 +82,18 @@ def write_tutorial_cnn(path: Path) -> Path:
         nn.Conv2d(1, 4, 7, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10)
     )
     onnx.save(export_network(network, (1, 28, 28)), path)
+    return path
+
+
+def write_mlp(path: Path) -> Path:
+    """Write 784-64-10 with ReLU; random weights, input (batch, 784)."""
+    torch.manual_seed(0)
+    onnx.save(export_network(nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10)), (784,)), path)
+    return path
+
+
+def write_matrix(path: Path, inputs: int = 512, outputs: int = 512) -> Path:
+    """Write one matrix without a bias; random weights, input (batch, inputs)."""
+    torch.manual_seed(0)
+    onnx.save(export_network(nn.Linear(inputs, outputs, bias=False), (inputs,)), path)
     return path

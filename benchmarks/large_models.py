@@ -1,12 +1,12 @@
 """Large published architectures: what partitioning takes, and one encrypted sample through some of them.
 
-    python benchmarks/large_models.py [--only squeezenet bert_encoder ...] [--json benchmarks/results/large_models.json]
+    python benchmarks/large_models.py [--only squeezenet bert_encoder ...] [--batch 8] [--json FILE]
 
-Networks for images are those of onnx.backend.test's light models at 224x224 (tests/coverage/light_models.py), the
-encoder reads 128 tokens (bert_encoder.py). Weights are random, so that accuracy means nothing: results, or what enters
-the final Softmax, are compared with onnxruntime on the original. Partitioning runs in a process of its own. Queries:
-client, node and server as three processes on loopback, one sample, masks prepared before. What `--json` has of other
-models stays.
+Networks for images are those of onnx.backend.test's light models at 224x224 (tests/coverage/light_models.py) and
+MobileNetV2 (mobilenet_v2.py), the encoder reads 128 tokens (bert_encoder.py). Weights are random, so that accuracy
+means nothing: results, or what enters the final Softmax, are compared with onnxruntime on the original. Partitioning
+runs in a process of its own. Queries: client, node and server as three processes on loopback, one sample or `--batch`
+together, masks prepared before. What `--json` has of other models stays; benchmarks/results/large_models.json has ours.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import onnx
 from bert_encoder import bert_encoder, token_ids
+from mobilenet_v2 import mobilenet_v2
 from numpy.typing import NDArray
 
 import heinfer
@@ -39,8 +40,9 @@ sys.path.insert(0, str(REPOSITORY))
 from tests.coverage.light_models import NAMES, image, light_model, with_logits  # noqa: E402
 
 BERT = "bert_encoder"
-MODELS = (*NAMES, BERT)
-ENCRYPTED = ("squeezenet", "shufflenet", "densenet121", "resnet50", BERT)
+MOBILENET = "mobilenet_v2"
+MODELS = (*NAMES, BERT, MOBILENET)
+ENCRYPTED = ("squeezenet", "shufflenet", "densenet121", "resnet50", BERT, MOBILENET)
 QUERIES = 5
 #: What a pool of `QUERIES` gets to fill up, in times of preparing one.
 FILL = 3.0
@@ -69,19 +71,21 @@ def partition(model: Path, bundle: Path) -> dict[str, Any]:
 
 
 def query(model: bytes, logits: str, sample: NDArray[Any], bundle: Path) -> dict[str, Any]:
-    """Answer a sample under encryption, several times; compare and return what it took."""
+    """Answer samples together under encryption, several times; compare and return what it took."""
     session = open_session(model, core_count())
-    feeds = {session.get_inputs()[0].name: sample}
-    plain = []
+    name = session.get_inputs()[0].name
+    plain, wanted = [], []
     for _ in range(QUERIES):
         started = time.perf_counter()
-        (want,) = session.run([logits], feeds)
+        wanted = [session.run([logits], {name: one[None]})[0] for one in sample]  # the original's batch may be fixed
         plain.append(time.perf_counter() - started)
+    want, feeds, samples = np.concatenate(wanted), {name: sample}, len(sample)
     online, found = [], []
-    with heinfer.local(bundle, mode="prepared", prepared=QUERIES) as served:
+    with heinfer.local(bundle, mode="prepared", prepared=QUERIES * samples) as served:
         preparation_s = served.query(feeds, statistics=True).statistics["background_s"]
-        time.sleep(FILL * QUERIES * preparation_s)
-        for _ in range(QUERIES):
+        for number in range(QUERIES):
+            if number == 0 or samples > 1:
+                time.sleep(FILL * QUERIES * samples * preparation_s)
             started = time.perf_counter()
             answer = served.query(feeds, statistics=True)
             online.append(time.perf_counter() - started)
@@ -91,10 +95,11 @@ def query(model: bytes, logits: str, sample: NDArray[Any], bundle: Path) -> dict
     got = answer.outputs[logits]
     blocks = found[-1]["blocks"]
     return {
+        "samples": samples,
         "plain_s": float(np.median(plain)),
         "online_s": float(np.median(online)),
         "preparation_s": found[-1]["background_s"],
-        "queries_that_missed_the_pool": sum(1 - s["pooled"] for s in found),
+        "queries_that_missed_the_pool": sum(samples - s["pooled"] for s in found),
         "start_s": start_s,
         "server_s": float(np.median([sum(b["server_s"] for b in s["blocks"]) for s in found])),
         "node_operators_s": float(np.median([s["node_s"] for s in found])),
@@ -104,22 +109,25 @@ def query(model: bytes, logits: str, sample: NDArray[Any], bundle: Path) -> dict
         "bytes_down": sum(b["bytes_down"] for b in blocks),
         "largest_logit": float(np.max(np.abs(want))),
         "relative_error": float(np.max(np.abs(got - want)) / np.max(np.abs(want))),
-        "same_top_1": bool(np.argmax(got) == np.argmax(want)),
+        "same_top_1": bool(np.array_equal(np.argmax(got, axis=-1), np.argmax(want, axis=-1))),
         "peak_memory_bytes": memory,
     }
 
 
-def build(name: str) -> tuple[onnx.ModelProto, str, NDArray[Any]]:
-    """Return a model, the result that is compared, and a sample."""
+def build(name: str, samples: int = 1) -> tuple[onnx.ModelProto, str, NDArray[Any]]:
+    """Return a model, the result that is compared, and samples."""
     if name == BERT:
         model = bert_encoder()
-        return model, str(model.graph.output[0].name), token_ids()
+        return model, str(model.graph.output[0].name), np.repeat(token_ids(), samples, axis=0)
+    if name == MOBILENET:
+        model = mobilenet_v2()
+        return model, str(model.graph.output[0].name), image(samples=samples)
     model = light_model(name)
-    return model, with_logits(model), image()
+    return model, with_logits(model), image(samples=samples)
 
 
-def measure(name: str) -> dict[str, Any]:
-    model, logits, sample = build(name)
+def measure(name: str, samples: int) -> dict[str, Any]:
+    model, logits, sample = build(name, samples)
     content = model.SerializeToString()
     with tempfile.TemporaryDirectory() as folder:
         path, bundle = Path(folder) / f"{name}.onnx", Path(folder) / "bundle"
@@ -132,6 +140,7 @@ def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--batch", type=int, default=1, help="samples that are sent together")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
@@ -139,7 +148,7 @@ def main() -> None:
         results = json.loads(arguments.json.read_text())
     results |= {"machine": machine_name(), "cores": core_count()}
     for name in arguments.only:
-        figures = results[name] = measure(name)
+        figures = results[name] = measure(name, arguments.batch)
         print(
             f"{name}: partitioned in {figures['partition_s']:.0f} s with at most "
             f"{figures['partition_peak_bytes'] / 1e9:.1f} GB, {figures['rounds']} rounds, hints "
@@ -149,8 +158,8 @@ def main() -> None:
         if name in ENCRYPTED:
             memory = {role: round(size / 1e6) for role, size in figures["peak_memory_bytes"].items() if size}
             print(
-                f"  one sample {figures['online_s']:.2f} s online (plain {figures['plain_s']:.3f} s), prepared before "
-                f"in {figures['preparation_s']:.2f} s, {figures['bytes_up'] / 1e6:.1f} MB up, "
+                f"  {arguments.batch} sample(s) {figures['online_s']:.2f} s online (plain {figures['plain_s']:.3f} s), "
+                f"prepared before in {figures['preparation_s']:.2f} s each, {figures['bytes_up'] / 1e6:.1f} MB up, "
                 f"{figures['bytes_down'] / 1e6:.1f} MB down, error {figures['relative_error']:.1e} of the largest "
                 f"value, top-1 {'equal' if figures['same_top_1'] else 'differs'}, peak memory {memory} MB",
                 flush=True,

@@ -2,7 +2,7 @@
 
 Run from the repository root, on an otherwise idle machine:
 
-    OMP_WAIT_POLICY=PASSIVE OPENBLAS_NUM_THREADS=1 python -m benchmarks.modular_product --json PATH
+    OMP_WAIT_POLICY=PASSIVE OPENBLAS_NUM_THREADS=1 python benchmarks/modular_product.py --json PATH
 
 Contenders take turns, so that a disturbance hits all of them; times are medians. On a shared machine wall-clock times
 include waiting for others; the ratios of processor time (all threads of the process) do not. `single` runs on one

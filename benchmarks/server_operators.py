@@ -2,7 +2,7 @@
 
 Run from the repository root, on an otherwise idle machine:
 
-    OMP_WAIT_POLICY=PASSIVE OPENBLAS_NUM_THREADS=1 python -m benchmarks.server_operators --json PATH
+    OMP_WAIT_POLICY=PASSIVE OPENBLAS_NUM_THREADS=1 python benchmarks/server_operators.py --json PATH
 
 Contenders take turns, so that a disturbance hits both; times are medians, and minima are reported beside them. In the
 clear a convolution gathers patches by the same kind of kernel and multiplies them with numpy's BLAS, cut into the same
@@ -28,8 +28,8 @@ prepare_environment()
 
 import numba  # noqa: E402  (BLAS reads the environment when numpy is imported)
 import numpy as np  # noqa: E402
+from modular_product import cpu_model  # noqa: E402
 
-from benchmarks.modular_product import cpu_model  # noqa: E402
 from heinfer.operators import Program, ResidueProgram  # noqa: E402
 from heinfer.operators.steps import Conv, MatMul, Window  # noqa: E402
 from heinfer.ring import ModularMatrix, RingParameters, even_slices, kernel, run_tiles, scratch_array  # noqa: E402
