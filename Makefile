@@ -71,7 +71,7 @@ format: setup-dev ## format and mend what ruff can
 	@$(BIN)/ruff check --fix .
 
 bench: setup-dev ## heinfer beside its peers, by cores and by size: half an hour, and the peers' environments once (ARGS=--docs)
-	@$(BIN)/python benchmarks/peers/environments.py --torch $(TORCH)
+	@$(BIN)/python benchmarks/peers/environments.py --torch $(TORCH) || echo "Going on without those left out"
 	@for script in side_by_side scaling growth; do \
 	    echo "== $$script"; $(BIN)/python benchmarks/$$script.py $(ARGS) || exit 1; done
 
