@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from heinfer.operators.backends import NATIVE, backend_on, open_device
 from heinfer.plan import load_server
 from heinfer.server.evaluation import BlockEvaluator
 from heinfer.server.observing import RequestObserver
@@ -44,13 +45,25 @@ def small_node(
     server_observer: RequestObserver | None = None,
     server_tracer: Tracer = NO_TRACER,
     through: Callable[[Address], Address] = lambda address: address,
+    device: str = NATIVE,
 ) -> Iterator[SmallNode]:
-    """Start both; nothing is prepared ahead. `through` may put something between them and return its address."""
+    """Start both; nothing is prepared ahead. `through` may put something between them and return its address.
+
+    Each opens the device for itself, as processes would.
+    """
     with ExitStack() as stack:
-        evaluator = BlockEvaluator(load_server(bundle / "server"))
+        evaluator = BlockEvaluator(load_server(bundle / "server"), backend=backend_on(open_device(device)))
         server = EvaluatorService(evaluator, LOOPBACK, IMPATIENT, observer=server_observer, tracer=server_tracer)
         stack.callback(server.stop, 0.0)
-        settings = ModelSettings([through(server.address)], IMPATIENT, mode=mode, workers=1, prepared=0, tracer=tracer)
+        settings = ModelSettings(
+            [through(server.address)],
+            IMPATIENT,
+            mode=mode,
+            workers=1,
+            prepared=0,
+            tracer=tracer,
+            device=open_device(device),
+        )
         models = ModelRepository([ModelFolder(name, bundle / "node")], settings, observer)
         stack.callback(models.close, 0.0)
         models.load_all()
