@@ -217,7 +217,9 @@ def main() -> None:
     if device is None:
         parser.error("--device: native is always measured; name cpu, cuda or cuda:0")
     backends: dict[str, Any] = {"native": NativeBackend()}
-    backends |= {f"{device.name} {limbs.value}": TorchBackend(device, limbs) for limbs in Limbs}
+    on_gpu = device.device.type == "cuda"
+    kinds = list(Limbs) if on_gpu else [Limbs.FLOAT64]  # PyTorch's int8 on CPUs takes a hundred times as long
+    backends |= {f"{device.name} {limbs.value}": TorchBackend(device, limbs) for limbs in kinds}
     wanted = arguments.only or ["ResNet-50", "encoder", "512x512", "preparation"]
     rows = [
         measure_layer(layer, backends, samples, arguments.repetitions)
@@ -231,7 +233,6 @@ def main() -> None:
         for name in BLOCKS
         if "preparation" in wanted
     ]
-    on_gpu = device.device.type == "cuda"
     report = {
         "benchmark": "gpu",
         "device": torch.cuda.get_device_name(device.device) if on_gpu else machine_name(),
