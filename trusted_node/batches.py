@@ -62,13 +62,19 @@ class BatchMaterials:
         self._lock = threading.Lock()
 
     def of(self, block: int) -> BatchMaterial:
-        """Return a block's material."""
+        """Return a block's material.
+
+        Raises:
+            PlanError: somebody has written to the file of hints.
+        """
         hints = self._bundle.hints
         assert hints is not None  # the caller has looked
         assert hints.batch is not None
         with self._lock:
             if block not in self._made:
-                self._made[block] = BatchMaterial(self._bundle, block, hints.batch[block])
+                made = BatchMaterial(self._bundle, block, hints.batch[block])
+                hints.file.check_unchanged()  # after they were read, so that what is kept is what was verified
+                self._made[block] = made
             return self._made[block]
 
 

@@ -10,11 +10,17 @@ most, and the node works on a few groups at once, so what can be kept is bounded
 
 How long: `Limits.retry_s` after the first failure of an upload, and never beyond its last moment, at which an answer
 that still comes ends too. Time alone decides, nothing that the data say.
+
+A server that is busy has not failed: this upload leaves it alone for a while, and others don't. One of a deep block,
+which may be behind one that takes hours, comes back until its last moment:
+
+    busy, 1 s, busy, 2 s, busy, ..., 30 s, busy, 30 s, its answer         each wait shortened by a random part
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +36,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 #: Times that one upload is sent at most: more than back-offs allow in `retry_s`, unless many servers fail at once.
 MOST_ATTEMPTS: Final = 256
+#: Seconds before a server that was busy is asked again, the first time and at most; of deep blocks, each time of which
+#: hundreds of megabytes may be on their way before the server is heard.
+_BUSY_S: Final = (0.05, 2.0)
+_DEEP_BUSY_S: Final = (1.0, 30.0)
+_jitter = secrets.SystemRandom()
 #: What a server says that would not be different the next time.
 _FINAL: Final = (FailureCode.FAILED, FailureCode.VERSION, FailureCode.PLAN)
 #: Told (block, packed rows) of an upload as it is made: what the server is to see.
@@ -85,9 +96,12 @@ class Delivery:
         self._link: ServerLink | None = None
         self._request_id = 0
         self._attempts = 0
+        self._attempts_before = 0
         self._avoid: set[ServerLink] = set()
         self._give_up_at: float | None = None
         self._failure: Failed | None = None
+        self._times_busy = 0
+        self._not_before: dict[ServerLink, float] = {}
 
     # -- the upload's side --------------------------------------------------------------------------------------------
 
@@ -191,7 +205,7 @@ class Delivery:
         self._request_id = session.send(*self._announced, self._whole, self._attempts - 1, self._span.shared)
 
     def _connect(self) -> LinkSession:
-        self._link, self._session = self._replicas.acquire(self._avoid, self._deadline)
+        self._link, self._session = self._replicas.acquire(self._avoid, self._deadline, self._not_before)
         self._session.ends_at = self._last_moment
         return self._session
 
@@ -216,17 +230,17 @@ class Delivery:
             self._session.close()
             self._session = None
         link, replicas = self._link, self._replicas
-        if link is not None and not replicas.closed:
+        busy = isinstance(error, RefusedError) and error.code is FailureCode.BUSY
+        if link is not None and busy:
+            self._pause(link)
+        elif link is not None and not replicas.closed:
             if isinstance(error, IntegrityError | CiphertextError):
                 assert self._announced is not None  # there was an answer
                 link.conduct.record_failure(self._announced[0])
             replicas.record_failure(link)
             if self._is_final(error):
                 self._avoid.add(link)
-        now = time.monotonic()
-        if self._give_up_at is None:
-            self._give_up_at = min(now + self._limits.retry_s, self._last_moment)
-        over = now >= self._give_up_at or self._attempts >= MOST_ATTEMPTS
+        over = self._is_over(busy)
         if over or link is None or not self._repeatable or replicas.closed or not replicas.has_other(self._avoid):
             self.close()
             raise error if link is not None or self._failure is None else self._failure  # what happened, not a wait
@@ -234,6 +248,27 @@ class Delivery:
         # Its frames hold what there was of the answer, and room was taken for one.
         self._link, self._failure = None, error.with_traceback(None)
         logger.info("sending again after %s, attempt %d", type(error).__name__, self._attempts)
+
+    def _pause(self, link: ServerLink) -> None:
+        """Leave a busy server alone for a while, longer every time."""
+        first, longest = _DEEP_BUSY_S if self._is_deep else _BUSY_S
+        pause = min(longest, first * 2 ** min(self._times_busy, 16))
+        self._times_busy += 1
+        self._not_before[link] = time.monotonic() + pause * _jitter.uniform(0.5, 1.0)
+
+    def _is_over(self, busy: bool) -> bool:
+        """Whether there is no time left, or it has been sent often enough."""
+        now = time.monotonic()
+        if busy and self._is_deep:
+            self._give_up_at, self._attempts_before = None, self._attempts  # it is there: a failure is the first again
+            return now >= self._last_moment
+        if self._give_up_at is None:
+            self._give_up_at = min(now + self._limits.retry_s, self._last_moment)
+        return now >= self._give_up_at or self._attempts - self._attempts_before >= MOST_ATTEMPTS
+
+    @property
+    def _is_deep(self) -> bool:
+        return self._announced is not None and self._announced[2] is Mode.DEEP
 
     @staticmethod
     def _is_final(error: Failed) -> bool:
@@ -244,7 +279,9 @@ class Delivery:
 
     @property
     def _deadline(self) -> float:
-        return time.monotonic() + self._limits.reply_s if self._give_up_at is None else self._give_up_at
+        if self._give_up_at is not None:
+            return self._give_up_at
+        return min(time.monotonic() + self._limits.reply_s, self._last_moment)
 
     def _in_time(self, chunks: Iterator[Chunk], began: float) -> Iterator[Chunk]:
         """Pass chunks on as long as the answer as a whole keeps up."""

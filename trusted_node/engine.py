@@ -17,16 +17,18 @@ fails it alone:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from heinfer.errors import HeinferError, InputError
+from heinfer.errors import HeinferError, InputError, RemoteProtocolError
 from heinfer.plan import NodeBundle, Plan
 from heinfer.plan.execution import PlanRunner
 from heinfer.plan.forecast import GROUP_BYTES as PREPARED_BYTES
@@ -164,6 +166,7 @@ class Engine:
         self._batches = BatchMaterials(bundle) if hints is not None and hints.batch is not None else None
         self.runner = PlanRunner(bundle.plan, bundle.submodels, core_count())
         self._threads = ThreadPoolExecutor(GROUPS_IN_FLIGHT, thread_name_prefix="heinfer-group")
+        self._deep_turns = threading.BoundedSemaphore(len(self.replicas.links))
 
     def warm_up(self) -> None:
         """Run a query of zeros, so that the first real one finds kernels, sub-models and connections ready.
@@ -310,6 +313,22 @@ class Engine:
         `watch` is told what it sends, and `span` how much.
         """
         return Delivery(self.replicas, self.limits, self._kept, last_moment, watch, span)
+
+    @contextmanager
+    def deep_turn(self, last_moment: float) -> Iterator[None]:
+        """Wait until there is a server for one more upload of a deep block, from its keys to its answer.
+
+        A server evaluates one at a time, and may have room for no more: a second one would be encrypted for nothing.
+
+        Raises:
+            RemoteProtocolError: there was none until the last moment (`time.monotonic`).
+        """
+        if not self._deep_turns.acquire(timeout=max(0.0, last_moment - time.monotonic())):
+            raise RemoteProtocolError("the time for this query is over: others had the servers for deep blocks")
+        try:
+            yield
+        finally:
+            self._deep_turns.release()
 
     def answer_room(self, blocks: Sequence[int], mode: Mode, samples: int) -> AbstractContextManager[None]:
         """Hold room for the largest answer of a round: a group reads them one after the other, each as a whole.

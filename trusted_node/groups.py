@@ -207,8 +207,11 @@ class Group:
         engine, block = self._engine, self._plan.deep[index]
         number = len(self._plan.blocks) + index
         assert engine.deep is not None  # the constructor has looked
-        delivery = engine.start_delivery(self._last_moment, self._watch, span.child(SpanName.BLOCK, block=number))
+        waits_since = time.perf_counter()
         with ExitStack() as held:
+            held.enter_context(engine.deep_turn(self._last_moment))
+            self._away_s += time.perf_counter() - waits_since
+            delivery = engine.start_delivery(self._last_moment, self._watch, span.child(SpanName.BLOCK, block=number))
             held.callback(delivery.close)
             upload = DeepUpload(engine.bundle, index, delivery, engine.deep, self._statistics, engine.limits)
             held.callback(upload.wipe)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from heinfer.errors import LocalProtocolError
 from heinfer.operators import HintKind
-from heinfer.operators.copies import Copies
+from heinfer.operators.copies import Copies, Owner
 from heinfer.operators.prepared import Hint, PreparedForm
 from heinfer.operators.residues import compile_step
 from heinfer.operators.steps import WEIGHTED, Take
@@ -85,8 +85,9 @@ class BlockMaterial:
         bundle: NodeBundle,
         block: int,
         hints: BlockHints,
+        copies: Copies,
+        owner: Owner,
         transform: DeviceTransform | None = None,
-        copies: Copies | None = None,
     ) -> None:
         assert bundle.hints is not None  # a plan with prepared mode has hints
         self.form: PreparedForm = hints.form
@@ -97,7 +98,7 @@ class BlockMaterial:
             public_polynomials(bundle.plan, bundle.plan_hash, bundle.hints.seed, block)
         )
         self.elements = _elements(self.form)
-        self._copies = copies or Copies()
+        self._copies, self._owner, self._block = copies, owner, block
         self.hints: tuple[NDArray[Any], ...] = hints.packed
         self.on_device = None
         if transform is None:
@@ -136,7 +137,8 @@ class BlockMaterial:
             return nullcontext(packed)
         groups = found.rows if found.kind is HintKind.DENSE else -(-found.rows // LANES) * LANES
         size = groups * self.ring.degree * _WORD
-        return self._copies.use((self, number), size, partial(self._load, found, packed))
+        make = partial(self._load, found, packed)
+        return self._copies.use(self._owner, (self._block, number), size, make)
 
     def _move(self, transform: DeviceTransform) -> DeviceProducts:
         """Move what is multiplied with secrets to a device; weights of elementwise hints stay."""
@@ -388,14 +390,19 @@ class Preparer:
         assert bundle.hints is not None  # the caller has looked
         self._file = bundle.hints.file
         self._copies = copies or Copies()
+        self._owner = self._copies.new_owner()
         for ring in {block_ring(bundle.plan, i) for i in range(len(bundle.plan.blocks))}:
             transform_self_test(ring)
         self._spare = _SpareMemory()
         transforms = {} if device is None else _transforms_on(device, bundle)
-        self.materials = [
-            BlockMaterial(bundle, i, hints, transforms.get(block_ring(bundle.plan, i)), self._copies)
-            for i, hints in enumerate(bundle.hints.blocks)
-        ]
+        try:
+            self.materials = [
+                BlockMaterial(bundle, i, hints, self._copies, self._owner, transforms.get(block_ring(bundle.plan, i)))
+                for i, hints in enumerate(bundle.hints.blocks)
+            ]
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def query_bytes(self) -> int:
@@ -426,6 +433,10 @@ class Preparer:
         finally:
             wipe(*secrets)
         return query
+
+    def close(self) -> None:
+        """Let go of the transformed hints: who prepares later makes what it needs, and nothing of it stays."""
+        self._copies.discard(self._owner)
 
     def forget(self) -> None:
         """In a forked child: the parent's lock may be held for ever."""

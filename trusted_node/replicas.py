@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -62,12 +62,15 @@ class Replicas:
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
-    def acquire(self, avoid: Collection[ServerLink], deadline: float) -> tuple[ServerLink, LinkSession]:
+    def acquire(
+        self, avoid: Collection[ServerLink], deadline: float, not_before: Mapping[ServerLink, float] | None = None
+    ) -> tuple[ServerLink, LinkSession]:
         """Choose a server and open a session, after the rest of the one that is ready first.
 
         Args:
             avoid: servers that are not to be asked.
             deadline: when waiting is over (`time.monotonic`).
+            not_before: moments before which servers are not to be asked, by who asks here; others may.
 
         Raises:
             ServerError: the chosen server can't be reached, or refuses us.
@@ -75,7 +78,7 @@ class Replicas:
             IntegrityError: the only ones left are in quarantine.
         """
         while True:
-            standing, pause = self._choose(avoid)
+            standing, pause = self._choose(avoid, not_before or {})
             if pause > max(0.0, deadline - time.monotonic()):
                 raise RemoteProtocolError(f"no server is ready in time: {self}")
             if self._closed.wait(pause) if pause > 0 else self._closed.is_set():
@@ -99,7 +102,7 @@ class Replicas:
             standing.rests_until = now + rest * _jitter.uniform(0.5, 1.0)
 
     def record_repetition(self, link: ServerLink) -> None:
-        """Count an upload that is sent again, there or elsewhere, after this server failed."""
+        """Count an upload that is sent again, there or elsewhere, after this server failed or was busy."""
         with self._lock:
             self._of(link).repetitions += 1
 
@@ -143,8 +146,8 @@ class Replicas:
     def __str__(self) -> str:
         return ", ".join(link.conduct.name for link in self.links)
 
-    def _choose(self, avoid: Collection[ServerLink]) -> tuple[_Standing, float]:
-        """Return a server, and for how many seconds it still rests."""
+    def _choose(self, avoid: Collection[ServerLink], not_before: Mapping[ServerLink, float]) -> tuple[_Standing, float]:
+        """Return a server, and for how many seconds it still rests, or is to be left alone."""
         with self._lock:
             left = [s for s in self._standings if s.link not in avoid]
             usable = [s for s in left if not s.in_quarantine]
@@ -153,10 +156,11 @@ class Replicas:
                     standing.link.conduct.check()
                 raise RemoteProtocolError(f"no server is left to ask: {self}")
             now = time.monotonic()
-            best = min(usable, key=lambda s: (max(0.0, s.rests_until - now), s.failures, s.asked))
+            pauses = {s.link: max(0.0, max(s.rests_until, not_before.get(s.link, now)) - now) for s in usable}
+            best = min(usable, key=lambda s: (pauses[s.link], s.failures, s.asked))
             self._asked += 1
             best.asked = self._asked
-            return best, max(0.0, best.rests_until - now)
+            return best, pauses[best.link]
 
     def _of(self, link: ServerLink) -> _Standing:
         return next(s for s in self._standings if s.link is link)

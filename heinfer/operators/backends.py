@@ -11,6 +11,7 @@ residues, 8 bytes each, in both directions, whatever the number of steps in betw
 
 from __future__ import annotations
 
+import itertools
 import re
 from contextlib import AbstractContextManager
 from functools import partial
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.errors import InputError
-from heinfer.operators.copies import Copies
+from heinfer.operators.copies import Copies, Owner
 from heinfer.operators.program import Arrays, Program
 from heinfer.operators.residues import ResidueProgram, copy_bytes
 from heinfer.processes import core_count
@@ -73,6 +74,8 @@ class NativeBackend:
 
     def __init__(self, copies: Copies | None = None) -> None:
         self._copies = copies or Copies()
+        self._owner = self._copies.new_owner()
+        self._numbers = itertools.count()
 
     @property
     def slots(self) -> int:
@@ -81,14 +84,16 @@ class NativeBackend:
 
     def load(self, program: Program, arrays: Arrays, parameters: RingParameters) -> LoadedProgram:
         """Check a program, and keep its weights as float64 while there is room."""
-        return _StreamedProgram(program, arrays, parameters, self._copies)
+        return _StreamedProgram(program, arrays, parameters, self._copies, self._owner, next(self._numbers))
 
 
 class _StreamedProgram:
     """A program whose weights are made float64 when it runs, unless they are there from before."""
 
-    def __init__(self, program: Program, arrays: Arrays, parameters: RingParameters, copies: Copies) -> None:
-        self._copies = copies
+    def __init__(
+        self, program: Program, arrays: Arrays, parameters: RingParameters, copies: Copies, owner: Owner, number: int
+    ) -> None:
+        self._copies, self._owner, self._number = copies, owner, number
         self._bytes = copy_bytes(program, arrays)
         self._make = partial(ResidueProgram, program, arrays, parameters)
         with self._ready():
@@ -100,7 +105,7 @@ class _StreamedProgram:
             return program.evaluate_joined(residues)
 
     def _ready(self) -> AbstractContextManager[ResidueProgram]:
-        return self._copies.use(self, self._bytes, self._make)
+        return self._copies.use(self._owner, (self._number,), self._bytes, self._make)
 
 
 def open_device(name: str, memory_bytes: int | None = None) -> TorchDevice | None:

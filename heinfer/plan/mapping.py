@@ -10,8 +10,10 @@ used, whatever the path names by then: a file that is replaced, as `heinfer part
 mapping with the old content. Two things can happen to a file that is written to in place, which nothing of ours does:
 
     other bytes     arrays change after they were verified. `check_unchanged` finds it by size and time of last change,
-                    for a system call; whoever sets the time back is not found. A server's answers are checked by the
-                    node all the same; hints are in node/, whose owner has the secrets anyway
+                    for a system call; where the time alone has changed, as after a `touch`, it takes the digest again.
+                    Whoever sets the time back, or the bytes before anybody looks, is not found. A server's answers are
+                    checked by the node all the same, but for those of deep blocks, which nobody checks; hints are in
+                    node/, whose owner has the secrets anyway
     fewer bytes     reading beyond the end kills the process (SIGBUS): no answer, nothing wrong
 
 Format: https://github.com/huggingface/safetensors, eight bytes with the length of a header in JSON, the header, data.
@@ -20,9 +22,11 @@ Format: https://github.com/huggingface/safetensors, eight bytes with the length 
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import stat
+import threading
 import weakref
 from collections.abc import Mapping
 from hashlib import sha256
@@ -35,6 +39,7 @@ from numpy.typing import NDArray
 
 from heinfer.errors import PlanError
 
+logger = logging.getLogger(__name__)
 #: Types of the format that numpy has.
 _TYPES: Final[Mapping[str, str]] = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
@@ -69,12 +74,24 @@ class MappedFile:
         if not stat.S_ISREG(found.st_mode):
             raise PlanError(f"{path} does not belong in a bundle: expected a plain file")
         self.mode = found.st_mode
-        self._state = (found.st_size, found.st_mtime_ns)
+        self._state = found.st_size, found.st_mtime_ns
+        self._verified: str | None = None
+        self._is_spoilt = False
+        self._looking = threading.Lock()
         self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) if found.st_size else None
         self._bytes = memoryview(b"" if self._map is None else self._map)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the content, as mapped."""
+        """Return the SHA-256 of the content, as mapped; the first one is what `check_unchanged` compares with.
+
+        Who verifies the content in another way does so after this: what is written in between is found then.
+        """
+        digest = self._hash()
+        if self._verified is None:
+            self._verified = digest
+        return digest
+
+    def _hash(self) -> str:
         digest = sha256(self._bytes).hexdigest()
         self.release()
         return digest
@@ -85,17 +102,42 @@ class MappedFile:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def check_unchanged(self) -> None:
-        """Check that nobody has written to the file since it was opened, as far as size and time tell.
+        """Check that the file is what it was when it was opened, as far as size and time tell.
+
+        Where the time alone has changed the content is read, once: a `touch` is no harm. A file that is found to be
+        another one stays refused, since copies may have been made of what it held.
 
         Raises:
-            PlanError: somebody has.
+            PlanError: somebody has written to it. The text goes to clients and names no file; the log does, once.
         """
-        found = os.fstat(self._descriptor)
-        if (found.st_size, found.st_mtime_ns) != self._state:
+        if self._look() != self._state:
+            with self._looking:
+                self._is_spoilt = self._is_spoilt or not self._is_same()
+        if self._is_spoilt:
             raise PlanError(
-                f"{self.path} was written to while it was in use: what was verified is no longer there; copy the "
-                "folder again, or partition again, and start again"
+                "a file of the model was written to while it was in use: what was verified is no longer there; the "
+                "log where it lies says which file, and what to do"
             )
+
+    def _look(self) -> tuple[int, int]:
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+    def _is_same(self) -> bool:
+        """Return whether the content is what was verified, and remember the new time; say so where it is not."""
+        found = self._look()  # before the content is read: what is written meanwhile has a later time
+        if found == self._state:
+            return True  # another thread has looked
+        if found[0] == self._state[0] and self._hash() == self._verified:
+            logger.info("%s has a new time of last change and its old content: nothing to do", self.path)
+            self._state = found
+            return True
+        logger.error(
+            "%s was written to while it was in use: what was verified is no longer there; copy the folder again, or "
+            "partition again, and start again",
+            self.path,
+        )
+        return False
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return all arrays, read-only, over the mapping; copied only where the file does not align them.

@@ -88,6 +88,7 @@ def read_sealed(path: Path, plan_hash: bytes, *, private: bool = False) -> Seale
         PlanError: missing, damaged, of another plan, or not private.
     """
     file = MappedFile(path)
+    file.digest()  # before the content is verified, see there
     content = file.arrays()
     if private and file.mode & 0o077:
         raise PlanError(f"{path} may be read by others, who could forge answers with it: chmod 600 {path}")

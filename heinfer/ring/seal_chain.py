@@ -64,6 +64,10 @@ class SealChain:
         """Give its file in memory back; nothing is loaded or dumped any more."""
         self._file.close()
 
+    def clear(self) -> None:
+        """Drop what its file in memory holds: the last ciphertext that was loaded or dumped."""
+        self._file.clear()
+
     def name(self, primes: int) -> list[int]:
         """Return SEAL's name of the level with so many primes."""
         return list(self._names[primes])

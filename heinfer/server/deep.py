@@ -3,13 +3,16 @@
     rows: keys | b and a of every input, prime by prime --> files --> `heinfer.server.polynomial` --> rows
 
 A request has hundreds of megabytes, so its rows go to disk as they come; they are ciphertexts, and removed at the end.
-Room for all that it will take is taken when the request is announced, so where there is too little it fails then, and
-nothing else does. All cores work on one evaluation, so the next one waits; either ends when its node is gone.
+Room for all that it will take, in `--scratch-bytes` and of what is free on the disk, is taken when the request is
+announced, and its first files are made then. Where there is too little it fails then; where other programs fill the
+disk later it fails when its next file is made, and nothing else does. No node can check the answer of a deep block, so
+whether the file of weights is what was verified is looked at when a request is announced and again before its answer.
+All cores work on one evaluation, so the next one waits; either ends when its node is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -29,9 +32,17 @@ class DeepRequest:
         evaluator: of the block.
         request: how it was announced.
         limits: chunk size.
+        check_unchanged: raises PlanError where somebody has written to the file of weights.
+
+    Raises:
+        PlanError: somebody has.
     """
 
-    def __init__(self, evaluator: DeepEvaluator, request: BlockRequest, limits: Limits) -> None:
+    def __init__(
+        self, evaluator: DeepEvaluator, request: BlockRequest, limits: Limits, check_unchanged: Callable[[], None]
+    ) -> None:
+        check_unchanged()
+        self._check_unchanged = check_unchanged
         self._block: DeepBlock = evaluator.block
         self._evaluator = evaluator
         self._request = request
@@ -60,9 +71,14 @@ class DeepRequest:
             first += len(part)
 
     def evaluate(self, gone: Gone = nobody_goes) -> tuple[int, Iterator[Chunk]]:
-        """Evaluate the block when it is our turn; the answer is read and packed chunk by chunk."""
+        """Evaluate the block when it is our turn; the answer is read and packed chunk by chunk.
+
+        Raises:
+            PlanError: somebody has written to the file of weights in the meantime.
+        """
         self._parts = []
         results = self._evaluator.evaluate_stored(self._folder, self._inputs, self._keys, gone)
+        self._check_unchanged()
         return self._block.rows_down, self._chunks(results)
 
     def close(self) -> None:

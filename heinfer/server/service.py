@@ -186,7 +186,9 @@ class PreparedRequest:
 
 def open_deep(evaluator: BlockEvaluator, request: BlockRequest, limits: Limits) -> OpenRequest:
     """Take a request for a deep block, which the wire counts after the others."""
-    return DeepRequest(evaluator.deep(request.block - len(evaluator.bundle.plan.blocks)), request, limits)
+    bundle = evaluator.bundle
+    deep = evaluator.deep(request.block - len(bundle.plan.blocks))
+    return DeepRequest(deep, request, limits, bundle.check_unchanged)
 
 
 #: Who takes the requests of a mode.

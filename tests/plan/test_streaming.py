@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,18 @@ from safetensors.numpy import load_file, save_file
 
 from heinfer.errors import PlanError
 from heinfer.operators.backends import NativeBackend
-from heinfer.operators.copies import DEFAULT_BYTES, Copies
+from heinfer.operators.copies import DEFAULT_BYTES, Copies, Owner
 from heinfer.plan import load_node, load_server
 from heinfer.plan.mapping import MappedFile
 from heinfer.server.evaluation import BlockEvaluator
-from trusted_node.preparation import Preparer
+from heinfer.server.service import EvaluatorService
+from heinfer.wire import Address, Limits
+from partitioner import partition
+from tests.small_models import dense_model
+from trusted_node.batches import BatchMaterials
+from trusted_node.preparation import BlockMaterial, Preparer
+from trusted_node.serving import loading
+from trusted_node.serving.loading import Commons, LoadedModel, ModelSettings
 
 SPEC = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 
@@ -42,6 +51,16 @@ def write(path: Path, header: Any, data: bytes = bytes(4)) -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return path
+
+
+def write_in_place(path: Path) -> None:
+    """Change the last byte of a file and keep its size; its time is another one for certain."""
+    with path.open("r+b") as handle:
+        handle.seek(-1, os.SEEK_END)
+        last = handle.read(1)[0]
+        handle.seek(-1, os.SEEK_END)
+        handle.write(bytes([last ^ 1]))
+    os.utime(path, ns=(1, 1))
 
 
 # --- mapping -------------------------------------------------------------------------------------------------------
@@ -129,12 +148,65 @@ def test_replaced_file_keeps_its_content_and_a_file_written_to_is_noticed(tmp_pa
     assert file.digest() == digest
     file.check_unchanged()
     second = MappedFile(path)
-    with path.open("r+b") as handle:
-        handle.seek(-1, os.SEEK_END)
-        handle.write(b"x")
-    os.utime(path, ns=(0, 0))
+    second.digest()
+    write_in_place(path)
     with pytest.raises(PlanError, match="was written to while it was in use"):
         second.check_unchanged()
+
+
+def test_file_that_was_touched_is_read_again_once_and_stays_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a", {"a": SPEC}, b"abcd")
+    file, unread, hashed = MappedFile(path), MappedFile(path), list[MappedFile]()
+    file.digest()
+    os.utime(path, ns=(0, 0))
+    hash_content = MappedFile._hash
+
+    def watched(self: MappedFile) -> str:
+        hashed.append(self)
+        return hash_content(self)
+
+    monkeypatch.setattr(MappedFile, "_hash", watched)
+    for _ in range(3):
+        file.check_unchanged()
+    assert hashed == [file]
+    with pytest.raises(PlanError, match="was written to"):  # nobody knows what it held
+        unread.check_unchanged()
+    write_in_place(path)
+    with pytest.raises(PlanError, match="was written to"):
+        file.check_unchanged()
+
+
+def test_file_that_grew_is_refused_unread(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", {"a": SPEC}, b"abcd")
+    file = MappedFile(path)
+    file.digest()
+    with path.open("ab") as handle:
+        handle.write(b"e")
+    with pytest.raises(PlanError, match="was written to"):
+        file.check_unchanged()
+
+
+def test_file_that_was_written_to_is_named_once_in_the_log_and_never_to_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a.safetensors", {"a": SPEC}, b"abcd")
+    file = MappedFile(path)
+    file.digest()
+    before = path.stat()
+    write_in_place(path)
+    for _ in range(3):
+        with pytest.raises(PlanError) as refused:
+            file.check_unchanged()
+        assert path.name not in str(refused.value)
+        assert "/" not in str(refused.value)
+        path.write_bytes(write(tmp_path / "b", {"a": SPEC}, b"abcd").read_bytes())  # copies of the other bytes remain
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert str(path) in record.getMessage()
+    assert "copy the folder again" in record.getMessage()
 
 
 # --- bundles -------------------------------------------------------------------------------------------------------
@@ -202,73 +274,153 @@ def test_server_and_node_refuse_files_that_were_written_to(bundle: Path) -> None
     request = np.zeros((1, -(-up // 32) * 200), np.uint8)
     blocks.evaluate(0, request)
     preparer.prepare(1).wipe()
-    for name in ("server/weights.safetensors", "node/hints.safetensors"):
-        os.utime(bundle / name, ns=(1, 1))
+    names = "server/weights.safetensors", "node/hints.safetensors"
+    for name in names:
+        os.utime(bundle / name, ns=(2, 2))  # as a backup does
+    blocks.evaluate(0, request)
+    preparer.prepare(1).wipe()
+    for name in names:
+        write_in_place(bundle / name)
     with pytest.raises(PlanError, match="was written to while it was in use"):
         blocks.evaluate(0, request)
     with pytest.raises(PlanError, match="was written to while it was in use"):
         preparer.prepare(1)
 
 
+def test_batch_hints_that_were_written_to_are_not_used(tmp_path: Path) -> None:
+    partition(dense_model(tmp_path / "model.onnx"), tmp_path / "bundle", batch_hints=True)
+    node = load_node(tmp_path / "bundle" / "node")
+    early, late = BatchMaterials(node), BatchMaterials(node)
+    first = early.of(0)
+    write_in_place(tmp_path / "bundle" / "node" / "hints.safetensors")
+    for _ in range(2):
+        with pytest.raises(PlanError, match="was written to"):
+            late.of(0)
+    assert early.of(0) is first  # made of what was verified
+
+
+def test_closed_preparer_leaves_no_copy_and_keeps_nothing_alive(lenet_bundle: Path) -> None:
+    copies, node = Copies(), load_node(lenet_bundle / "node")
+    preparer, other = Preparer(node, copies=copies), Preparer(node, copies=copies)
+    total = copies.kept_bytes
+    gone = weakref.ref(preparer.materials[0])
+    preparer.prepare(1).wipe()
+    preparer.close()
+    assert 0 < copies.kept_bytes == total // 2
+    preparer.prepare(1).wipe()  # a query that was late
+    assert copies.kept_bytes == total // 2
+    del preparer
+    gc.collect()
+    assert gone() is None
+    other.close()
+    assert copies.kept_bytes == 0
+
+
+def test_copies_of_a_preparer_that_fails_are_dropped(lenet_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, node, transformed = Copies(), load_node(lenet_bundle / "node"), list[int]()
+    load = BlockMaterial._load
+
+    def fail_late(self: BlockMaterial, *arguments: Any) -> Any:
+        if transformed:
+            assert copies.kept_bytes > 0
+            raise MemoryError
+        transformed.append(1)
+        return load(self, *arguments)
+
+    monkeypatch.setattr(BlockMaterial, "_load", fail_late)
+    with pytest.raises(MemoryError):
+        Preparer(node, copies=copies)
+    assert copies.kept_bytes == 0
+
+
+def test_models_that_stop_or_fail_to_load_leave_no_copies(lenet_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = EvaluatorService(BlockEvaluator(load_server(lenet_bundle / "server")), Address("127.0.0.1", 0), Limits())
+    settings = ModelSettings([service.address], prepared=1, workers=1)
+    commons = Commons(settings)
+    try:
+        model = LoadedModel("lenet", lenet_bundle / "node", settings, commons)
+        assert settings.copies.kept_bytes > 0
+        model.stop(0.0)
+        assert settings.copies.kept_bytes == 0
+
+        def fail(*_: object) -> None:
+            assert settings.copies.kept_bytes > 0
+            raise PlanError("no such model")
+
+        monkeypatch.setattr(loading, "_fill", fail)
+        with pytest.raises(PlanError, match="no such model"):
+            LoadedModel("lenet", lenet_bundle / "node", settings, commons)
+        assert settings.copies.kept_bytes == 0
+    finally:
+        commons.close()
+        service.stop(0.0)
+
+
 # --- copies --------------------------------------------------------------------------------------------------------
 
 
-def take(copies: Copies, key: int, size: int = 10) -> None:
-    with copies.use(key, size, lambda: key) as found:
+def take(copies: Copies, owner: Owner, key: int, size: int = 10) -> None:
+    with copies.use(owner, (key,), size, lambda: key) as found:
         assert found == key
 
 
 def test_of_blocks_that_run_in_turn_all_that_fit_stay() -> None:
     """Dropping the least recently used would make every copy anew in every turn: 5 instead of 1 or 2."""
     copies = Copies(45)
+    owner = copies.new_owner()
     for turn in range(4):
         before = copies.made
         for key in range(5):
-            take(copies, key)
+            take(copies, owner, key)
         assert copies.made - before in ((5,) if turn == 0 else (1, 2))
         assert copies.kept_bytes <= 45
 
 
 def test_copy_that_is_used_again_at_once_is_made_once() -> None:
     copies = Copies(25)
+    owner = copies.new_owner()
     for key in (0, 1, 2, 2, 2, 0):
-        take(copies, key)
+        take(copies, owner, key)
     assert copies.made == 3
 
 
 def test_copy_larger_than_the_budget_is_lent_and_not_kept() -> None:
     copies = Copies(5)
-    take(copies, 0)
-    take(copies, 0)
+    owner = copies.new_owner()
+    take(copies, owner, 0)
+    take(copies, owner, 0)
     assert (copies.made, copies.kept_bytes) == (2, 0)
 
 
 def test_copy_in_use_is_not_dropped() -> None:
     copies = Copies(10)
-    with copies.use(0, 10, lambda: "first") as first:
-        take(copies, 1)
-        with copies.use(0, 10, lambda: "second") as again:
+    owner = copies.new_owner()
+    with copies.use(owner, (0,), 10, lambda: "first") as first:
+        take(copies, owner, 1)
+        with copies.use(owner, (0,), 10, lambda: "second") as again:
             assert again is first
-    with copies.use(0, 10, lambda: "third") as last:
+    with copies.use(owner, (0,), 10, lambda: "third") as last:
         assert last is first  # which has stayed
     assert copies.made == 2
 
 
 def test_failure_to_make_a_copy_is_told_and_leaves_no_trace() -> None:
     copies = Copies(10)
+    owner = copies.new_owner()
 
     def fail() -> int:
         raise PlanError("no such file")
 
     for _ in range(2):
-        with pytest.raises(PlanError, match="no such file"), copies.use(0, 10, fail):
+        with pytest.raises(PlanError, match="no such file"), copies.use(owner, (0,), 10, fail):
             pass
     assert copies.kept_bytes == 0
-    take(copies, 0)
+    take(copies, owner, 0)
 
 
 def test_of_threads_that_want_one_copy_one_makes_it() -> None:
     copies, start, making = Copies(10), threading.Barrier(4), threading.Event()
+    owner = copies.new_owner()
 
     def make() -> int:
         making.wait(0.05)
@@ -276,7 +428,7 @@ def test_of_threads_that_want_one_copy_one_makes_it() -> None:
 
     def run(_: int) -> None:
         start.wait()
-        with copies.use(0, 10, make):
+        with copies.use(owner, (0,), 10, make):
             pass
 
     with ThreadPoolExecutor(4) as pool:
@@ -286,6 +438,7 @@ def test_of_threads_that_want_one_copy_one_makes_it() -> None:
 
 def test_threads_that_wait_for_a_copy_that_fails_make_it_themselves() -> None:
     copies, inside, waiting = Copies(10), threading.Event(), threading.Event()
+    owner = copies.new_owner()
 
     def fail() -> int:
         inside.set()
@@ -293,12 +446,12 @@ def test_threads_that_wait_for_a_copy_that_fails_make_it_themselves() -> None:
         raise PlanError("no such file")
 
     def first() -> None:
-        with pytest.raises(PlanError, match="no such file"), copies.use(0, 10, fail):
+        with pytest.raises(PlanError, match="no such file"), copies.use(owner, (0,), 10, fail):
             pass
 
     def second() -> None:
         inside.wait(5)
-        take(copies, 0)
+        take(copies, owner, 0)
 
     jobs: list[Callable[[], None]] = [first, second]
     with ThreadPoolExecutor(2) as pool:
@@ -308,3 +461,37 @@ def test_threads_that_wait_for_a_copy_that_fails_make_it_themselves() -> None:
         for future in futures:
             future.result(10)
     assert copies.made == 1
+
+
+def keep(copies: Copies, owner: Owner, keys: Iterable[int]) -> int:
+    """Use copies in turn; return how many had to be made."""
+    before = copies.made
+    for key in keys:
+        take(copies, owner, key)
+    return copies.made - before
+
+
+def test_room_is_made_among_other_owners_copies_first_and_there_the_oldest() -> None:
+    copies = Copies(50)
+    idle, busy = copies.new_owner(), copies.new_owner()
+    keep(copies, idle, range(5))
+    keep(copies, busy, range(3))
+    assert keep(copies, busy, range(3)) == 0
+    assert keep(copies, idle, (3, 4)) == 0  # the last used of the other owner have stayed
+    assert keep(copies, busy, range(3)) == 0
+
+
+def test_discarded_owner_keeps_nothing_and_others_keep_theirs() -> None:
+    copies = Copies(100)
+    gone, other = copies.new_owner(), copies.new_owner()
+    keep(copies, gone, range(3))
+    keep(copies, other, range(3))
+    with copies.use(gone, (0,), 10, lambda: -1) as lent:
+        copies.discard(gone)
+        copies.discard(gone)
+        assert lent == 0
+        assert copies.kept_bytes == 40  # what is in use stays until it is given back
+    assert copies.kept_bytes == 30
+    assert keep(copies, other, range(3)) == 0
+    assert keep(copies, gone, (1, 1)) == 2
+    assert copies.kept_bytes == 30

@@ -161,8 +161,13 @@ def test_a_worker_keeps_nothing_of_a_request(query: Query, tmp_path: Path) -> No
         assert desk.answer(query.job(tmp_path)) is None
         runner = weakref.ref(desk._runner)  # keys and weights are its attributes
         assert runner() is not None
+        assert desk._chain is not None
+        degree, primes = query.block.chain.degree, len(query.block.chain.primes)
+        desk._chain.dump(desk._chain.load(np.ones((2, primes, degree), np.int64), SCALE))  # as units do
+        assert desk._chain._file.read()
         assert desk.answer(None) is None
         assert runner() is None
+        assert not desk._chain._file.read()
         assert desk.answer(NOTHING) == "a task without a job"
         assert isinstance(desk.answer(query.job(tmp_path, query.keys[:-1])), CiphertextError)
         assert desk.answer(NOTHING) == "a task without a job"  # nothing of the last good one either

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from heinfer.errors import CiphertextError, HeinferError, InputError
+from heinfer.errors import CiphertextError, HeinferError, InputError, PlanError
 from heinfer.plan.deep import DeepBlock, evaluate_deep
 from heinfer.plan.deep_noise import deep_error_bounds
+from heinfer.plan.mapping import MappedFile
 from heinfer.ring import pack, packed_bytes, unpack
 from heinfer.server.deep import DeepRequest
 from heinfer.server.polynomial import files as deep_files
 from heinfer.server.polynomial import units
 from heinfer.server.polynomial.evaluator import DeepEvaluator
 from heinfer.server.polynomial.resources import MOST_REQUESTS, DeepResources
+from heinfer.server.service import open_deep
 from heinfer.wire import BlockRequest, Chunk, FailureCode, Limits, Mode, RefusedError
 from heinfer.wire.messages import failure_code
 from tests.server.test_polynomial import RESULT, SCALE, make_block, new_secret
@@ -75,7 +80,8 @@ def evaluator(upload: Upload, tmp_path: Path) -> DeepEvaluator:
 
 def open_request(evaluator: DeepEvaluator) -> DeepRequest:
     block: DeepBlock = evaluator.block
-    return DeepRequest(evaluator, BlockRequest(bytes(16), bytes(32), 0, 1, 50, block.rows_up, 0, Mode.DEEP), Limits())
+    request = BlockRequest(bytes(16), bytes(32), 0, 1, 50, block.rows_up, 0, Mode.DEEP)
+    return DeepRequest(evaluator, request, Limits(), lambda: None)
 
 
 def wait_for(condition: Callable[[], object], seconds: float) -> None:
@@ -101,6 +107,38 @@ def test_two_requests_at_once_take_turns_and_leave_nothing(
     assert answers[0] == answers[1]
     upload.check(iter(answers[0]))
     assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_written_to_refuse_requests_and_the_answer_of_one_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, arrays = make_block("square", 2)
+    path, scratch = tmp_path / "weights.safetensors", tmp_path / "scratch"
+    scratch.mkdir()
+    save_file(arrays, path)
+    file = MappedFile(path)
+    file.digest()
+    bundle = SimpleNamespace(plan=SimpleNamespace(blocks=()), check_unchanged=file.check_unchanged)
+    evaluator = DeepEvaluator(block, file.arrays(), DeepResources(scratch, workers=0))
+    loaded = SimpleNamespace(bundle=bundle, deep=lambda index: evaluator)
+    announced = BlockRequest(bytes(16), bytes(32), 0, 1, 50, block.rows_up, 0, Mode.DEEP)
+    monkeypatch.setattr(evaluator, "evaluate_stored", lambda *_: [])
+    first, second = (open_deep(loaded, announced, Limits()) for _ in range(2))  # type: ignore[arg-type]
+    assert first.evaluate(lambda: False)[0] == block.rows_down
+    first.close()
+
+    def write_meanwhile(*_: object) -> list[deep_files.Store]:
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        os.utime(path, ns=(1, 1))
+        return []
+
+    monkeypatch.setattr(evaluator, "evaluate_stored", write_meanwhile)
+    with pytest.raises(PlanError, match="was written to"):
+        second.evaluate(lambda: False)
+    second.close()  # as the service does
+    with pytest.raises(PlanError, match="was written to"):
+        open_deep(loaded, announced, Limits())  # type: ignore[arg-type]
+    assert not list(scratch.iterdir())
 
 
 def test_a_third_request_is_told_to_come_again(evaluator: DeepEvaluator, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from heinfer.errors import IntegrityError
-from heinfer.wire import BlockAnswer, Chunk, Limits, MemoryBudget, Mode
+from heinfer.wire import BlockAnswer, Chunk, FailureCode, Limits, MemoryBudget, Mode, RefusedError
+from trusted_node import delivery as deliveries
 from trusted_node.delivery import Delivery
 from trusted_node.integrity import Conduct
 from trusted_node.replicas import Replicas
@@ -93,3 +94,53 @@ def test_failure_after_the_last_moment_is_the_last(links: list[Any]) -> None:
     with pytest.raises(IntegrityError, match="forged"):
         deliver(links, time.monotonic()).accept(check)
     assert len(attempts) == 1
+
+
+class BusySession(FakeSession):
+    """A session of a server that has no room until a moment, or for ever."""
+
+    def __init__(self, until: float) -> None:
+        self.until, self.asked = until, 0
+
+    def receive(self, request_id: int) -> tuple[BlockAnswer, Iterator[Chunk]]:
+        self.asked += 1
+        if time.monotonic() < self.until:
+            raise RefusedError(FailureCode.BUSY, "come again")
+        return super().receive(request_id)
+
+
+@pytest.mark.parametrize(("mode", "last_s"), [(Mode.DEEP, 60.0), (Mode.DEEP, 0.5), (Mode.STANDARD, 60.0)])
+def test_an_upload_to_a_busy_server_of_a_deep_block_comes_again_until_its_last_moment(
+    mode: Mode, last_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others for `retry_s`, and for none of them has the server failed."""
+    monkeypatch.setattr(deliveries, "_DEEP_BUSY_S", (0.001, 0.002))
+    monkeypatch.setattr(deliveries, "_BUSY_S", (0.001, 0.002))
+    link: Any = FakeLink("a")
+    began = time.monotonic()
+    link.session = BusySession(began + (1.0 if last_s > 1 else 60.0))
+    replicas = Replicas([link])
+    delivery = Delivery(replicas, Limits(retry_s=0.2), MemoryBudget(100), began + last_s)
+    delivery.send(0, 1, mode, b"rows")
+    if mode is Mode.DEEP and last_s > 1:
+        assert delivery.accept(lambda _, chunks: [chunk.data for chunk in chunks]) == [b"row"]
+        assert link.session.asked > deliveries.MOST_ATTEMPTS
+    else:
+        with pytest.raises(RefusedError):
+            delivery.accept(lambda *_: None)
+        ended = time.monotonic() - began
+        assert (0.4 if mode is Mode.DEEP else 0.15) < ended < (1.0 if mode is Mode.STANDARD else 10.0)
+    assert replicas.failures(link) == 0
+    assert not replicas.is_resting(link)
+
+
+def test_a_busy_server_is_left_alone_by_that_upload_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deliveries, "_DEEP_BUSY_S", (30.0, 30.0))
+    links: list[Any] = [FakeLink("a"), FakeLink("b")]
+    links[0].session = BusySession(time.monotonic() + 60)
+    replicas = Replicas(links)
+    delivery = Delivery(replicas, Limits(), MemoryBudget(100), time.monotonic() + 60)
+    delivery.send(0, 1, Mode.DEEP, b"rows")
+    assert delivery.accept(lambda _, chunks: len(list(chunks))) == 1  # of the other, at once
+    assert links[0].session.asked == 1
+    assert {replicas.acquire((), time.monotonic())[0] for _ in range(2)} == set(links)

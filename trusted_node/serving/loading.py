@@ -171,7 +171,7 @@ class LoadedModel:
             await_servers(self._replicas, teller.say)
             self._pool = _start_pool(bundle, settings, teller)
             if self._pool is not None:
-                stack.callback(self._pool.close)
+                stack.callback(_close_pool, self._pool)
             crypto = commons.pool(bundle.plan.ring.parameters)
             if self._pool is None and bundle.plan.blocks:
                 crypto.start()
@@ -249,7 +249,7 @@ class LoadedModel:
         self._scheduler.close()
         self._engine.close()
         if self._pool is not None:
-            self._pool.close()
+            _close_pool(self._pool)
 
     def _server_status(self, link: ServerLink) -> ServerStatus:
         conduct, replicas = link.conduct, self._replicas
@@ -288,7 +288,18 @@ def _start_pool(bundle: NodeBundle, settings: ModelSettings, teller: Teller) -> 
         return None
     if bundle.hints.expired:
         teller.say("seed and hints are older than 30 days: renew them with `heinfer partition --rotate`")
-    return PreparedPool(Preparer(bundle, settings.device, settings.copies), settings.prepared)
+    preparer = Preparer(bundle, settings.device, settings.copies)
+    try:
+        return PreparedPool(preparer, settings.prepared)
+    except BaseException:
+        preparer.close()
+        raise
+
+
+def _close_pool(pool: PreparedPool) -> None:
+    """Wipe what was prepared, and drop the copies that it was made with: other models share their budget."""
+    pool.close()
+    pool.preparer.close()
 
 
 def _fill(pool: PreparedPool, teller: Teller) -> None:

@@ -3,19 +3,29 @@
     budget of 20 GB:  request of 15 GB is let in | one of 15 GB is told to come again | one of 25 GB is refused for good
 
 Files hold what a server may see, and are removed at the end. Room is taken before anything is written: all that a
-request will take, from its first row to its answer, follows from its block.
+request will take, from its first row to its answer, follows from its block. It must be free in the budget, where there
+is one, and on the disk:
+
+    40 GB free, 15 GB taken of which 5 GB are written  -->  30 GB are left to the next request
+
+What other programs write later is not foreseen: a file that does not fit then can't be made, and fails its request.
+
+A process that is killed removes nothing. So it holds a lock in every folder of its own, which ends with it, and folders
+whose lock is free are removed by the next one that starts.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -33,6 +43,9 @@ Residues = NDArray[np.int64]
 _WORD: Final = 8
 #: What an operator may raise.
 OPTION: Final = "--scratch-bytes"
+_PREFIX: Final = "heinfer-deep-"
+#: Of what `stat` counts.
+_BLOCK_BYTES: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +98,9 @@ class ScratchSpace:
         if total is not None and total < 1:
             raise ParameterError(f"room for ciphertexts must be positive, got {total}; see {OPTION}")
         self.total = total
-        self._parent = parent
+        self._parent = Path(tempfile.gettempdir()) if parent is None else parent
         self._used = 0
+        self._folders: set[Path] = set()
         self._changing = threading.Lock()
 
     @property
@@ -117,39 +131,113 @@ class ScratchSpace:
         self._take(amount)
         try:
             with _folder(self._parent) as made:
-                yield made
+                with self._changing:
+                    self._folders.add(made)
+                try:
+                    yield made
+                finally:
+                    with self._changing:
+                        self._folders.discard(made)
         finally:
             with self._changing:
                 self._used -= amount
 
+    def remove_leftovers(self) -> None:
+        """Remove folders of ours that processes left which were killed."""
+        removed = sum(_remove_if_left(folder) for folder in self._parent.glob(f"{_PREFIX}*"))
+        if removed:
+            logger.warning("removed %d folders of ciphertexts that a process left which was killed", removed)
+
     def _take(self, amount: int) -> None:
         try:
             self.check(amount)
+            with self._changing:
+                self._check_left(amount)
+                self._used += amount
         except InputError as error:
-            logger.warning("%s", error)  # sizes that follow from the plan; the node is told a code
+            logger.warning("%s", error)  # sizes that follow from plan and disk; the node is told a code
             raise
-        with self._changing:
-            if self.total is not None and self._used + amount > self.total:
-                left = readable(self.total - self._used)
-                raise RefusedError(
-                    FailureCode.BUSY, f"a request takes {readable(amount)} of disk, and others left {left}: come again"
-                )
-            self._used += amount
+
+    def _check_left(self, amount: int) -> None:
+        """Check what others leave, of the budget and of the disk."""
+        to_come = self._used - sum(map(_written_bytes, self._folders))
+        on_disk = max(0, shutil.disk_usage(self._parent).free - max(0, to_come))
+        left = on_disk if self.total is None else min(on_disk, self.total - self._used)
+        if amount <= left:
+            return
+        needs = f"a request for a deep block takes {readable(amount)} of disk"
+        if self._used:
+            raise RefusedError(FailureCode.BUSY, f"{needs}, and others leave {readable(left)}: come again")
+        raise InputError(f"{needs}, and {readable(left)} are free in {self._parent}: make room, or see --scratch")
+
+
+def _written_bytes(folder: Path) -> int:
+    """Return what the files of a folder have on the disk."""
+    size = 0
+    with suppress(FileNotFoundError):  # the folder is somebody's no more
+        for path in folder.iterdir():
+            with suppress(FileNotFoundError):  # removed meanwhile, when nothing reads it any more
+                size += _BLOCK_BYTES * path.stat().st_blocks
+    return size
 
 
 _folders: set[Path] = set()
 
 
 @contextmanager
-def _folder(parent: Path | None) -> Iterator[Path]:
-    """Make a folder for ciphertexts that is removed at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="heinfer-deep-", dir=parent))
+def _folder(parent: Path) -> Iterator[Path]:
+    """Make a folder for ciphertexts that is removed at the end, and hold its lock."""
+    lock = None
+    while lock is None:  # once more where a process that starts took it for left, before it was locked
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        lock = _lock(folder)
     _folders.add(folder)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         _folders.discard(folder)
+        os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """Take a folder's lock; return its descriptor, None where somebody has it or has removed the folder.
+
+    Raises:
+        OSError: it can't be opened, or its file system has no locks.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if folder.exists():  # whoever had it may have removed it
+            return descriptor
+    except BlockingIOError:
+        pass
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _remove_if_left(folder: Path) -> bool:
+    """Remove a folder of our user whose lock is free; what can't be opened is left."""
+    with suppress(OSError):
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return False
+        lock = _lock(folder)
+        if lock is None:
+            return False
+        try:
+            shutil.rmtree(folder)
+        finally:
+            os.close(lock)
+        return True
+    return False
 
 
 @atexit.register

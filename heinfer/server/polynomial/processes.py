@@ -3,8 +3,11 @@
     request:  job (block, weights, place of its keys) to every worker --> units to whoever is idle --> all of it dropped
     next one: the same processes within KEEP_S seconds, new ones later, or where one has died
 
-One request runs at a time; the next one waits for its turn. What a worker keeps of a request is nothing; it keeps SEAL
-set up for the chain it saw last, which is public. Workers get no keys but those in the request's folder.
+One request runs at a time; the next one waits for its turn. A worker lets go of all that a request brought when it is
+dropped: job, keys, weights, and the ciphertext that was last in its file in memory. It keeps SEAL set up for the chain
+it saw last, which is public. What has been freed is not overwritten: ciphertexts and keys for relinearisation, which a
+server may see, may be in the process's memory until something else is. Workers get no keys but those in the request's
+folder.
 
 While it waits, for its turn or for a worker, a request looks whether anybody wants its answer still.
 

@@ -19,6 +19,8 @@ MOST_REQUESTS: Final = 2
 class DeepResources:
     """Places, room and processes; none of them is taken or started before it is needed.
 
+    Files that servers left in the folder which were killed are removed at once.
+
     Args:
         folder: for ciphertexts; the system's for temporary files where None.
         scratch_bytes: that all requests may take there together; None: as many as the disk gives.
@@ -41,6 +43,7 @@ class DeepResources:
         keep_s: float = KEEP_S,
     ) -> None:
         self.space = ScratchSpace(folder, scratch_bytes)
+        self.space.remove_leftovers()
         self.processes = DeepProcesses(workers, keep_s)
         self._places = threading.BoundedSemaphore(MOST_REQUESTS)
 

@@ -107,12 +107,12 @@ class Desk:
         try:
             match message:
                 case Job():
-                    self._runner = None
+                    self._drop()
                     self._runner = self.open(message)
                 case Task() if self._runner is not None:
                     self._runner.run(message.unit, message.sources, message.target)
                 case None:
-                    self._runner = None
+                    self._drop()
                 case _:
                     return "a task without a job"
         except CiphertextError as error:
@@ -120,6 +120,12 @@ class Desk:
         except Exception as error:  # its text may quote data
             return type(error).__name__
         return None
+
+    def _drop(self) -> None:
+        """Let go of the job, and of the ciphertext that it has moved last."""
+        self._runner = None
+        if self._chain is not None:
+            self._chain.clear()
 
     def open(self, job: Job) -> DeepRunner:
         """Return what runs the units of a job.
