@@ -6,8 +6,8 @@
 
 Contenders of a model run one after the other. A peer has at most 16 GiB and a deadline; its cell may say "not
 expressible", "out of memory" or "timeout", and the reason is below the table and in the JSON. Environments of peers are
-built first (benchmarks/peers/environments.py), and stay. --docs writes the table into README.md and
-docs/performance.md.
+built first (benchmarks/peers/environments.py), and stay. What the JSON has of models that are not
+in --only stays. --docs writes the table into README.md and docs/performance.md.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Case:
         title: what it is.
         write: writes it to a path, and returns where it is.
         samples: of our throughput.
-        standard: likewise in standard mode.
+        standard: likewise in standard mode; 0: not measured, since ResNet-20 then moves gigabytes a query, minutes.
         batch_hints: whether ours has hints for batches: they take 12.8 KB for every value that comes back.
     """
 
@@ -71,7 +71,7 @@ def cases(shared: Path) -> dict[str, Case]:
         "matrix": Case("one vector times 512x512", write_matrix, 10_000, 10_000),
     }
     if (shared / "models/resnet20_cifar10.npz").exists():
-        found["resnet20"] = Case("ResNet-20, CIFAR-10", lambda p: write_resnet20(shared, p), 1000, 256, False)
+        found["resnet20"] = Case("ResNet-20, CIFAR-10", lambda p: write_resnet20(shared, p), 1000, 0, False)
     return found
 
 
@@ -101,6 +101,8 @@ def compare(
     np.savez(sample_file, x=x[:PEER_SAMPLES])
     cells = []
     for mode, count, hints in (("prepared", case.samples, case.batch_hints), ("standard", case.standard, False)):
+        if not count:
+            continue
         cells.append(measure(model, x[:count], mode, hints) | {"model": name})
         _tell(cells[-1])
     for peer in peers:
@@ -135,20 +137,23 @@ def main() -> None:
         parser.error(f"expected models of {', '.join(known)}, found {', '.join(sorted(unknown))}")
     started = time.perf_counter()
     deadline = started + 60 * arguments.minutes
-    found: dict[str, list[dict[str, Any]]] = {}
+    result: dict[str, Any] = {"models": {}}
+    if arguments.json.exists():
+        result = json.loads(arguments.json.read_text())
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only or known:
             print(known[name].title, file=sys.stderr, flush=True)
-            found[name] = compare(name, known[name], arguments.shared, arguments.peers, Path(folder), deadline)
-    result = {
-        "machine": machine_name(),
-        "cores": core_count(),
-        "versions": versions(),
-        "seconds": time.perf_counter() - started,
-        "models": found,
-    }
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+            found = compare(name, known[name], arguments.shared, arguments.peers, Path(folder), deadline)
+            models = result["models"] | {name: found}
+            result = {
+                "machine": machine_name(),
+                "cores": core_count(),
+                "versions": versions(),
+                "seconds": time.perf_counter() - started,
+                "models": {key: models[key] for key in known if key in models},
+            }
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     write(result, {name: case.title for name, case in known.items()}, arguments.docs)
 
 

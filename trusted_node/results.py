@@ -8,7 +8,9 @@ An output of two digits of 15 bits comes as 1.5 (what the weights' first digits 
 the second ones add). Each was cast to float32, and their sum is cast once more; the bounds of the digits add up.
 
 Outputs of a deep block are not rounded to a grid. Their bounds come with the plan (`heinfer.plan.deep_noise`); a sample
-of which an input or an output lies outside of the calibrated ranges has none, which is NaN.
+of which an input or an output lies outside of the calibrated ranges has none, which is NaN. The others' are conditional
+where the plan says so, and where a sample of the same upload has inputs outside: what that one makes inside the block
+is bounded by nothing, and past what the primes hold it spoils the slots of all.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ def finish_deep(
     Args:
         bundle: the node's folder.
         index: the deep block.
-        inputs_outside: of every sample, how many inputs lie outside of the ranges.
+        inputs_outside: of every sample of an upload, how many inputs lie outside of the ranges.
         values: one array an output, as the server has it, shape (samples, *shape).
         bounded: leading samples whose error bounds are wanted.
         statistics: takes the bounds of last blocks, and counts.
@@ -120,7 +122,8 @@ def finish_deep(
         outputs.append(part)
         bounds.append(bound[:bounded])
     if last:
-        statistics.add_deep_bounds(largest, int(np.count_nonzero(~within)), fitted=not terms.exact)
+        conditional = bool(within.any()) and (not terms.always or bool(inputs_outside.any()))
+        statistics.add_deep_bounds(largest, int(np.count_nonzero(~within)), not terms.exact, conditional)
     return BlockResult(outputs, bounds)
 
 

@@ -45,6 +45,7 @@ class QueryStatistics:
         node_s: seconds of the node's own operators, scaling and rounding.
         error_bound: largest bound of an output of a last block, over the samples that have one.
         fitted: whether a last block has fitted polynomials, from which its bound is the distance, not from the model.
+        conditional: whether that bound supposes that values inside a deep block stay within their calibrated ranges.
         unbounded: samples without a bound, once for each last block: values of theirs lie outside of the ranges that
             calibration data showed.
         rounding_step: largest step that results were rounded to.
@@ -62,6 +63,7 @@ class QueryStatistics:
     node_s: float = 0.0
     error_bound: float = 0.0
     fitted: bool = False
+    conditional: bool = False
     unbounded: int = 0
     rounding_step: float = 0.0
     mode: str = "standard"
@@ -115,17 +117,18 @@ class QueryStatistics:
             self.error_bound = max(self.error_bound, bound)
             self.rounding_step = max(self.rounding_step, step)
 
-    def add_deep_bounds(self, bound: float, unbounded: int, fitted: bool) -> None:
+    def add_deep_bounds(self, bound: float, unbounded: int, fitted: bool, conditional: bool) -> None:
         """Take a last block into account that is a deep one: its bound, and the samples that have none."""
         with self._lock:
             self.error_bound = max(self.error_bound, bound)
             self.unbounded += unbounded
             self.fitted |= fitted
+            self.conditional |= conditional
 
     def to_json(self) -> bytes:
         """Return the statistics as JSON."""
         names = ("rounds", "groups", "node_s", "error_bound", "rounding_step")
-        deep = ("fitted", "unbounded", "inputs_outside", "outputs_outside")
+        deep = ("fitted", "conditional", "unbounded", "inputs_outside", "outputs_outside")
         prepared = ("mode", "pooled", "preparation_s", "background_s")
         content = {name: getattr(self, name) for name in names + deep + prepared}
         return json.dumps({**content, "blocks": [asdict(block) for block in self.blocks]}).encode()

@@ -178,6 +178,7 @@ def show(report: Report) -> None:
                 f"deep block {block.block}: N = {block.deep.degree}, log2 q = {block.deep.log2_q}, at least "
                 f"{block.deep.security_bits} bits of security, {block.deep.activations} activations as polynomials, "
                 f"bound: distance from the {'model' if block.deep.exact else 'same polynomials'}"
+                + (f", if {block.error_bound_condition}" if block.error_bound_condition else "")
             )
     if costs is not None:
         peaks = costs.peak_memory_bytes.items()

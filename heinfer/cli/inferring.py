@@ -110,12 +110,16 @@ def _start(bundle: Path, mode: str, trusted_keys: Sequence[Path]) -> AbstractCon
 
 
 def _ask(model: RemoteModel, x: Any) -> dict[str, Any]:
+    from heinfer.client.report import bound_condition
+
     started = time.perf_counter()
     answer = model.query(x, statistics=True)
     seconds = time.perf_counter() - started
     result = next(iter(answer.outputs.values()))
-    blocks = answer.statistics["blocks"]
-    bound, unbounded = answer.statistics["error_bound"], answer.statistics["unbounded"]
+    blocks, unbounded = answer.statistics["blocks"], answer.statistics["unbounded"]
+    bound: float | None = answer.statistics["error_bound"]
+    if unbounded and not bound:  # 0 where no sample has one
+        bound = None
     return {
         "result": result,
         "samples": len(x),
@@ -126,7 +130,8 @@ def _ask(model: RemoteModel, x: Any) -> dict[str, Any]:
         "prepared_before": answer.statistics["pooled"],
         "preparation_s": answer.statistics["preparation_s"],
         "rounds": answer.statistics["rounds"],
-        "error_bound": None if unbounded and not bound else bound,  # 0 where no sample has one
+        "error_bound": bound,
+        "error_bound_condition": bound_condition(bound, answer.statistics["conditional"]),
         "fitted": answer.statistics["fitted"],
         "unbounded": unbounded,
         "inputs_outside": answer.statistics["inputs_outside"],
@@ -145,8 +150,10 @@ def _show(result: Any, figures: dict[str, Any], most: int = 10) -> None:
         out.print(str(result[:most]))
     if len(result) > most:
         out.print(f"... and {len(result) - most} more")
-    bound = describe_bound(figures["error_bound"], figures["fitted"], figures["unbounded"], figures["samples"])
-    error = f"error bound {bound}" if figures["error_bound"] is None else f"last block's error at most {bound}"
+    stated, condition = figures["error_bound"], figures["error_bound_condition"]
+    bound = describe_bound(stated, figures["fitted"], condition, figures["unbounded"], figures["samples"])
+    certain = stated is not None and condition is None
+    error = f"last block's error at most {bound}" if certain else f"error bound of the last block {bound}"
     out.print(
         f"{figures['samples']} sample(s) in {duration(figures['seconds'])} in {figures['mode']} mode"
         f"{_preparation(figures)}, {figures['rounds']} rounds, "

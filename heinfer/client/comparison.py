@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heinfer.client.report import BlockCosts, BlockReport, DeepRing, Disagreement
+from heinfer.client.report import BlockCosts, BlockReport, DeepRing, Disagreement, bound_condition
 from heinfer.plan import NodeBundle, Plan, Reference
 from heinfer.plan.deep import DeepBlock
 from heinfer.plan.execution import plain_deep
@@ -79,7 +79,12 @@ def report_block(
 
 
 def report_deep_block(
-    node: NodeBundle, index: int, costs: BlockCosts | None, reference: Reference, trace: dict[str, NDArray[Any]]
+    node: NodeBundle,
+    index: int,
+    costs: BlockCosts | None,
+    reference: Reference,
+    trace: dict[str, NDArray[Any]],
+    astray: bool,
 ) -> BlockReport:
     """Compare a deep block's traced outputs with its own polynomials in float64, on the traced inputs.
 
@@ -91,6 +96,8 @@ def report_deep_block(
         costs: over all samples; None in a simulation.
         reference: the server's arrays.
         trace: as `trusted_node.engine.Engine.infer` names it; deep blocks count after the others.
+        astray: whether inputs of the run lie outside of the calibrated ranges, which leaves the bounds of other samples
+            of the same upload conditional.
     """
     block, number = node.plan.deep[index], len(node.plan.blocks) + index
     inputs = {t.name: trace[f"trace/{number}/input/{i}"] for i, t in enumerate(block.inputs)}
@@ -104,15 +111,17 @@ def report_deep_block(
         measured = max(measured, float(error.max()))
         bounded = max(bounded, float(bound[within].max(initial=0.0)))
         quotient = max(quotient, float((error[within] / bound[within]).max(initial=0.0)))
+    stated = bounded if within.any() else None
     return BlockReport(
         block=number,
         operators=list(block.operators),
         costs=costs,
         measured_error=measured,
-        error_bound=bounded if within.any() else None,
+        error_bound=stated,
         error_to_bound=quotient if within.any() else None,
         deep=DeepRing(**deep_figures(block), exact=node.deep[index].exact),
         unbounded=int(np.count_nonzero(~within)),
+        error_bound_condition=bound_condition(stated, astray or not node.deep[index].always),
     )
 
 

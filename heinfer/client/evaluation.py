@@ -27,7 +27,7 @@ from heinfer.client.environment import machine_name, versions
 from heinfer.client.journal import FinishedChunk, Journal, Task, open_journal, sample_hash
 from heinfer.client.local import LocalModel, local, peak_memory_bytes
 from heinfer.client.remote import RemoteModel
-from heinfer.client.report import BlockCosts, BlockReport, Costs, Polynomials, Report
+from heinfer.client.report import BlockCosts, BlockReport, Costs, Polynomials, Report, bound_condition
 from heinfer.errors import InputError
 from heinfer.plan import (
     NodeBundle,
@@ -151,6 +151,7 @@ def evaluate(
         polynomials=_compare_polynomials(node, reference, calibrated, plain, traced, run) if plan.deep else None,
         fitted=run.bound.fitted,
         unbounded=run.bound.unbounded,
+        error_bound_condition=bound_condition(run.bound.stated, run.bound.conditional),
     )
 
 
@@ -166,7 +167,7 @@ def _report_blocks(node: NodeBundle, run: _Run, reference: Reference) -> list[Bl
     return [
         report_block(node.plan, index, costs, reference, run.trace)
         if index < linear
-        else report_deep_block(node, index - linear, costs, reference, run.trace)
+        else report_deep_block(node, index - linear, costs, reference, run.trace, astray=run.outside[0] > 0)
         for index, costs in enumerate(run.blocks)
     ]
 
@@ -200,6 +201,7 @@ class _Bound:
 
     largest: float
     fitted: bool
+    conditional: bool
     unbounded: int
 
     @property
@@ -213,6 +215,7 @@ class _Bound:
         return cls(
             largest=max(s["error_bound"] for s in statistics),
             fitted=any(s["fitted"] for s in statistics),
+            conditional=any(s["conditional"] for s in statistics),
             unbounded=sum(s["unbounded"] for s in statistics),
         )
 
@@ -243,7 +246,7 @@ def _run_simulated(node: NodeBundle, server: ServerBundle, x: NDArray[Any], choi
     outputs = result.outputs[plan.outputs[0].name]
     blocks = [None] * len(statistics.blocks)
     outside = statistics.inputs_outside, statistics.outputs_outside
-    bound = _Bound(statistics.error_bound, statistics.fitted, statistics.unbounded)
+    bound = _Bound(statistics.error_bound, statistics.fitted, statistics.conditional, statistics.unbounded)
     return _Run(outputs, statistics.mode, bound, None, blocks, result.trace, outside)
 
 

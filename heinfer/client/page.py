@@ -220,7 +220,8 @@ def _errors(report: Report) -> str:
     if report.polynomials is not None:
         last += (
             " Deep blocks are measured against their own polynomials; their bounds cover the rounding of weights as "
-            "well, and hold where all values are within the calibrated ranges."
+            "well, and hold where inputs and outputs are within the calibrated ranges; conditional ones suppose that "
+            "inner values are, too."
         )
     return (
         f"<h2>Error against bound</h2>{key}"

@@ -18,13 +18,22 @@ NO_ESTIMATE: Final = "none: polynomials"
 NO_BOUND: Final = "none: outside of the calibrated ranges"
 #: What a bound is the distance from, where activations were fitted.
 SAME_POLYNOMIALS: Final = "distance from the same polynomials"
+#: What the bound of a deep block supposes where more than its inputs decides how far values inside it go.
+INNER_VALUES: Final = "inner values stay within their calibrated ranges"
 
 
-def describe_bound(bound: float | None, fitted: bool, unbounded: int, samples: int) -> str:
-    """Say what the bound of a last block is, what it is the distance from, and how many samples have none."""
+def bound_condition(bound: float | None, conditional: bool) -> str | None:
+    """Return what a bound supposes; None where there is none, or it supposes nothing but what the node sees."""
+    return INNER_VALUES if conditional and bound is not None else None
+
+
+def describe_bound(bound: float | None, fitted: bool, condition: str | None, unbounded: int, samples: int) -> str:
+    """Say what the bound of a last block is, what it is the distance from and supposes, how many samples have none."""
     if bound is None:
         return NO_BOUND
     notes = [SAME_POLYNOMIALS] if fitted else []
+    if condition is not None:
+        notes.append(f"if {condition}")
     if unbounded:
         notes.append(f"{unbounded:,} of {samples:,} samples have none: outside of the calibrated ranges")
     return f"{bound:.1e}" + (f" ({'; '.join(notes)})" if notes else "")
@@ -84,11 +93,12 @@ class BlockReport:
         operators: what it holds.
         costs: over all samples; None in a simulation.
         measured_error: largest error against a float64 evaluation on the same input.
-        error_bound: what the error may be at most; None where no sample has a bound.
+        error_bound: what the error may be at most, under `error_bound_condition`; None where no sample has a bound.
         error_to_bound: largest quotient of the two, output by output; likewise.
         deep: the ring of a deep block, whose error is measured against the same polynomials with rounded weights; None
             for another.
         unbounded: samples without a bound: values of a deep block that lie outside of the calibrated ranges.
+        error_bound_condition: what the bound supposes that nobody looks at; None: nothing.
     """
 
     block: int
@@ -99,13 +109,17 @@ class BlockReport:
     error_to_bound: float | None
     deep: DeepRing | None = None
     unbounded: int = 0
+    error_bound_condition: str | None = None
 
     @property
     def bound_text(self) -> str:
-        """The bound in words, and how many samples have none."""
+        """The bound in words, whether it is conditional, and how many samples have none."""
         if self.error_bound is None:
             return NO_BOUND
-        return f"{self.error_bound:.1e}" + (f" ({self.unbounded} without)" if self.unbounded else "")
+        notes = [] if self.error_bound_condition is None else ["conditional"]
+        if self.unbounded:
+            notes.append(f"{self.unbounded} without")
+        return f"{self.error_bound:.1e}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +224,8 @@ class Report:
         disagreements: the samples that differ.
         max_abs_error: largest difference of an output.
         mean_abs_error: mean difference.
-        error_bound: guaranteed for the last block, rounding included, over the samples that have a bound; None where
-            none has.
+        error_bound: of the last block, rounding included, over the samples that have a bound; None where none has.
+            Guaranteed, unless `error_bound_condition` says what it supposes.
         error_estimate: end to end, statistical; None where there are deep blocks.
         plain_s: wall time of the plain model on the same samples.
         costs: time and bytes; None in a simulation.
@@ -225,6 +239,7 @@ class Report:
         polynomials: what deep blocks did; None where there are none.
         fitted: whether the last block has fitted polynomials: then its bound is the distance from the same polynomials.
         unbounded: samples without a bound of the last block: values of theirs lie outside of the calibrated ranges.
+        error_bound_condition: what the bound of the last block supposes that nobody looks at; None: nothing.
     """
 
     model: str
@@ -251,6 +266,7 @@ class Report:
     polynomials: Polynomials | None = None
     fitted: bool = False
     unbounded: int = 0
+    error_bound_condition: str | None = None
 
     @property
     def estimate_text(self) -> str:
@@ -260,7 +276,7 @@ class Report:
     @property
     def bound_text(self) -> str:
         """The bound of the last block in words."""
-        return describe_bound(self.error_bound, self.fitted, self.unbounded, self.samples)
+        return describe_bound(self.error_bound, self.fitted, self.error_bound_condition, self.unbounded, self.samples)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers, ready for JSON; costs stand beside the other figures."""

@@ -8,17 +8,21 @@ weight in units of 2**-18 of a range is off by half a unit at most: a row of 25 
 25 * 2**-19 = 4.8e-5 of its range, and its square by 2 * (1 + |h|) times that.
 
 Nothing here depends on a query: the bound is made of plan, weights and calibrated ranges when a model is partitioned.
-It holds for samples whose values, in front of every activation too, lie within the ranges of calibration, which are
-[-1, 1] in the units of a layer; only there polynomials and their slopes are bounded. It tells nothing of others. Nobody
-sees the values inside a block; the node looks at those that go into it and come out.
+The node looks at what goes into a block and comes out, nobody sees the values inside. Those in front of an activation
+reach so far as the inputs' ranges, [-1, 1], and the sums of the rows let them (`heinfer.plan.deep_reach`). Where that
+is two ranges at most, and errors don't make it more, slopes are those there and the bound holds for all inputs within
+their ranges (`ErrorBounds.always`). Elsewhere it supposes that inner values stay within [-1, 1], which is where slopes
+are taken, and who states it must say so. Worked example: v**7 in a layer whose rows add up to 1.9 ranges multiplies
+errors by up to 7 * 1.9**6 = 329, and by 7 in [-1, 1]; outputs may be within their ranges all the same.
 
 Each source of noise is independent of the others, and of another element's of its own kind; so at the first layer that
 reads it, standard deviations add in squares. What two rows of a layer read in common makes their noise dependent: from
 there on it is added as if it were all of one sign, which no dependence exceeds (Minkowski), or by the norms of matrix
 and covariance, whichever gives less. What rounding does is no noise: it is added up in absolute value from the first
-layer to the last, or by norms likewise. An activation multiplies either by |f'| at most, taken on [-1, 1] widened by
-what they may be, up to [-2, 2]: where they may be more than a whole range, the bound tells nothing anyway, and supposes
-that values stay there. Every layer multiplies the worst case, so that it grows with depth much faster than errors do.
+layer to the last, or by norms likewise. An activation multiplies either by |f'| at most, taken where values can be with
+their errors, or on [-1, 1] widened by these, up to [-2, 2]: where they may be more than a whole range, the bound tells
+nothing anyway, and supposes that values stay there. Every layer multiplies the worst case, so that it grows with depth
+much faster than errors do.
 
 `TAIL`. Rounding is multiplied by the secret, whose value in a slot is close to complex normal: in the worst of N / 2
 slots it is sqrt(ln(N / 2) + 7) times the usual, save for a chance of 0.001; beyond six standard deviations of the rest
@@ -29,7 +33,7 @@ Homomorphic Encryption with Reduced Approximation Error (2022), for its size in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log, prod, sqrt
 from typing import Any, Final
@@ -39,6 +43,8 @@ from numpy.typing import NDArray
 
 from heinfer.operators.polynomials import levels
 from heinfer.plan.deep import DeepBlock, Layer, layer_matrix
+from heinfer.plan.deep_reach import FARTHEST, Interval, Reach, block_reaches, largest_magnitude, largest_slope
+from heinfer.plan.headroom import fits
 
 Floats = NDArray[np.float64]
 #: Of SEAL's noise; and the variance of what rounding to integers leaves.
@@ -46,13 +52,6 @@ _NOISE: Final = 3.2
 _ROUNDING: Final = 1 / 12
 #: Standard deviations of a normal distribution.
 _NORMAL: Final = 6.0
-#: Points at which polynomials are looked at, and what may be missed between them: from its largest value to the next
-#: point a polynomial of degree n falls by n**2 (n**2 - 1) / 3 * (step / 2)**2 / 2 of it at most (V. Markov's inequality
-#: for second derivatives), 0.0015 at degree 7.
-_GRID: Final = 513
-_BETWEEN: Final = 1 / (1 - 0.0015)
-#: Ranges beyond which slopes are not looked at; polynomials explode there.
-_FARTHEST: Final = 2.0
 #: Up to this size the spectral norm of a matrix is computed, with room for what float64 does to it; else bounded.
 _LARGEST_GRAM: Final = 1024
 _EIGENVALUES: Final = 1 + 1e-6
@@ -96,9 +95,36 @@ class Spread:
         return self if other is None else Spread(self.elements + other.elements, self.length + other.length)
 
 
+@dataclass(frozen=True, slots=True)
+class RoundedWeights:
+    """What rounding the weights of a layer does to its result.
+
+    Attributes:
+        calibrated: while all that it reads is within the ranges of calibration.
+        reachable: while the inputs of the block are.
+    """
+
+    calibrated: Spread
+    reachable: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBounds:
+    """How far outputs may be off, in the units of their layers.
+
+    Attributes:
+        outputs: one array an output, of its shape.
+        always: whether they hold for all inputs within the ranges of calibration; otherwise inner values must stay
+            within theirs.
+    """
+
+    outputs: list[Floats]
+    always: bool
+
+
 def deep_error_bounds(
-    block: DeepBlock, arrays: Mapping[str, NDArray[Any]], rounded: Mapping[str, Spread] | None = None
-) -> list[Floats]:
+    block: DeepBlock, arrays: Mapping[str, NDArray[Any]], rounded: Mapping[str, RoundedWeights] | None = None
+) -> ErrorBounds:
     """Return how far each element of every output may be from its polynomials in the clear, in the units of its layer.
 
     Args:
@@ -109,41 +135,94 @@ def deep_error_bounds(
             from `evaluate_deep`.
 
     Returns:
-        One array an output, of its shape. They hold for samples whose values stay within the ranges of calibration;
-        casts to float32 are not in them.
+        The bounds; casts to float32 are not in them.
     """
     given = rounded or {}
+    reaches = block_reaches(block, arrays)
+    if _have_room(block, reaches, None):
+        errors = _errors(block, arrays, {name: r.reachable for name, r in given.items()}, reaches)
+        if _have_room(block, reaches, errors):
+            return ErrorBounds(_of_outputs(block, errors), always=True)
+    errors = _errors(block, arrays, {name: r.calibrated for name, r in given.items()}, None)
+    return ErrorBounds(_of_outputs(block, errors), always=False)
+
+
+def _errors(
+    block: DeepBlock,
+    arrays: Mapping[str, NDArray[Any]],
+    rounded: Mapping[str, Spread],
+    reaches: Sequence[Reach] | None,
+) -> list[_LayerErrors]:
+    """Return the largest errors of every layer.
+
+    Args:
+        block: the block.
+        arrays: of its layers.
+        rounded: what rounding does, by the layer's name.
+        reaches: of the layers; None: their values are supposed to stay in [-1, 1].
+    """
     degree = block.chain.degree
-    tail = _NORMAL * sqrt(log(degree / 2) + 7)
+    tail = _tail(degree)
     sizes = [prod(t.shape) for t in block.inputs]
     values = [_Error(np.full(s, _encryption(degree) / block.input_scale), {}, Spread(np.zeros(s), 0.0)) for s in sizes]
     scales = [block.input_scale] * len(values)
-    for layer in block.layers:
-        error = _after_matrix(layer, layer_matrix(layer, arrays), values, scales, given.get(layer.name))
+    found = []
+    for number, layer in enumerate(block.layers):
+        error = _after_matrix(layer, layer_matrix(layer, arrays), values, scales, rounded.get(layer.name))
+        before = error.largest(tail)
         if layer.activation != "none":
-            slope = _largest_slope(layer, arrays, min(_FARTHEST, 1 + float(np.max(error.largest(tail)))))
+            if reaches is None:
+                where = Interval.around(np.full(layer.rows, 1 + float(before.max()))).cut()
+            else:
+                where = reaches[number].before.widened(before).cut()
+            slope = largest_slope(layer, arrays, where)
+            farthest = 1.0 if reaches is None else float(where.largest.max())
             error = _Error(
-                fresh=np.full(layer.rows, _activation(block, layer)),
+                fresh=np.full(layer.rows, _activation(block, layer, farthest)),
                 old={origin: noise.times(slope) for origin, noise in error.old.items()},
                 rounding=error.rounding.times(slope),
             )
         values.append(error)
         scales.append(layer.scale if layer.activation == "none" else block.activation_scale)
-    return [
-        (values[r].largest(tail) + _DECODING).reshape(t.shape)
-        for r, t in zip(block.results, block.outputs, strict=True)
-    ]
+        found.append(_LayerErrors(before, error.largest(tail)))
+    return found
 
 
-def spread_of_rounding(difference: Floats, read: Floats) -> Spread:
+def _of_outputs(block: DeepBlock, errors: Sequence[_LayerErrors]) -> list[Floats]:
+    layers = [r - len(block.inputs) for r in block.results]
+    return [(errors[n].after + _DECODING).reshape(t.shape) for n, t in zip(layers, block.outputs, strict=True)]
+
+
+def _have_room(block: DeepBlock, reaches: Sequence[Reach], errors: Sequence[_LayerErrors] | None) -> bool:
+    """Return whether polynomials are looked at wherever values can be, errors included, and no value wraps around.
+
+    What happens within a polynomial is looked at up to `FARTHEST` by `heinfer.plan.headroom`.
+    """
+    results = {r - len(block.inputs) for r in block.results}
+    for number, (layer, reach) in enumerate(zip(block.layers, reaches, strict=True)):
+        before, after = reach.before.largest, reach.after.largest
+        if errors is not None:
+            before, after = before + errors[number].before, after + errors[number].after
+        if layer.activation != "none" and not before.max() <= FARTHEST:
+            return False
+        primes = min(layer.primes_left, block.result_primes) if number in results else layer.primes_left
+        scale = layer.scale if layer.activation == "none" else block.activation_scale
+        if not fits(float(after.max()), scale, block.chain.primes[:primes]):
+            return False
+    return True
+
+
+def spread_of_rounding(difference: Floats, calibrated: Floats, reachable: Floats) -> RoundedWeights:
     """Return what rounding the weights of a layer does to its result.
 
     Args:
         difference: of rounded and real weights, in the units of the layer, shape (rows, columns).
-        read: how large what the layer reads can be (`largest_values`), its sources joined.
+        calibrated: how large what the layer reads can be within the ranges of calibration (`largest_values`), its
+            sources joined.
+        reachable: how large it can be while the inputs of the block are within theirs, with the real weights.
     """
     matrix = _Matrix(difference)
-    return Spread(read, float(np.linalg.norm(read))).through(matrix)
+    return RoundedWeights(*(Spread(r, float(np.linalg.norm(r))).through(matrix) for r in (calibrated, reachable)))
 
 
 def largest_values(layer: Layer, arrays: Mapping[str, NDArray[Any]], read: Floats) -> Floats:
@@ -160,7 +239,20 @@ def largest_values(layer: Layer, arrays: Mapping[str, NDArray[Any]], read: Float
         return np.ones(layer.rows)
     if layer.activation == "square":
         return np.asarray((1 + np.abs(arrays[f"{layer.name}.shift"])) ** 2)
-    return _largest_magnitude(arrays[f"{layer.name}.coefficients"], 1.0)
+    return largest_magnitude(arrays[f"{layer.name}.coefficients"], Interval.around(np.ones(layer.rows)))
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerErrors:
+    """The largest errors of a layer's elements.
+
+    Attributes:
+        before: its activation.
+        after: it.
+    """
+
+    before: Floats
+    after: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,19 +308,9 @@ def _after_matrix(
     return _Error(np.zeros(layer.rows), old, rounding)
 
 
-def _largest_slope(layer: Layer, arrays: Mapping[str, NDArray[Any]], reach: float) -> Floats:
-    """Return the largest |f'(v)| of every row, |v| <= reach."""
-    if layer.activation == "square":
-        return np.asarray(2 * (reach + np.abs(arrays[f"{layer.name}.shift"])))
-    coefficients = arrays[f"{layer.name}.coefficients"]
-    return _largest_magnitude(coefficients[:, 1:] * np.arange(1, layer.degree + 1), reach)
-
-
-def _largest_magnitude(coefficients: Floats, reach: float) -> Floats:
-    """Return the largest |f(v)| of every row of coefficients, |v| <= reach."""
-    own, rows = np.unique(coefficients, axis=0, return_inverse=True)
-    powers = np.linspace(-reach, reach, _GRID)[:, None] ** np.arange(coefficients.shape[1])
-    return np.asarray(_BETWEEN * np.abs(own @ powers.T).max(axis=1)[rows.reshape(-1)])
+def _tail(degree: int) -> float:
+    """Return how many standard deviations of noise are the largest error."""
+    return _NORMAL * sqrt(log(degree / 2) + 7)
 
 
 def _slots(variance: float, degree: int) -> float:
@@ -245,12 +327,16 @@ def _rescaling(degree: int) -> float:
     return _slots(_ROUNDING * (1 + 2 * degree / 3), degree)
 
 
-def _activation(block: DeepBlock, layer: Layer) -> float:
-    """Return what an activation adds: rescalings to about its scale, factors' rounding, and switching keys."""
+def _activation(block: DeepBlock, layer: Layer, farthest: float) -> float:
+    """Return what an activation adds: rescalings to about its scale, factors' rounding, and switching keys.
+
+    A factor that is rounded multiplies a power of the value, |v| <= `farthest`.
+    """
     degree, target = block.chain.degree, block.activation_scale
     rescalings = 1 if layer.activation == "square" else 2 ** (levels(layer.degree) - 1)
     rounding = sqrt(rescalings) * _rescaling(degree) / target
-    factors = 0.0 if layer.activation == "square" else (layer.degree + 1) / target
+    powers = sum(max(1.0, farthest) ** n for n in range(layer.degree + 1))
+    factors = 0.0 if layer.activation == "square" else powers / target
     moduli = np.array(block.chain.primes[: layer.primes], np.float64) / block.chain.special
     switching = _slots(degree * _NOISE**2 * _ROUNDING * float(np.sum(moduli**2)) + 2 * degree / 3, degree)
     dropped = block.chain.primes[layer.primes_left]  # of the last rescaling, before which keys are switched

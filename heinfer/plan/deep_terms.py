@@ -7,10 +7,11 @@ The affine calibration at the end takes back what polynomials do wrong on averag
 outputs outside are counted, since a polynomial explodes outside the interval that it was fitted on.
 
 An error bound is that of `heinfer.plan.deep_noise`, an array made when the model was partitioned; a sample of which
-an input or an output lies outside has none, NaN. It is the distance from the block's polynomials in the clear, with the
-weights of the model, and calibrated alike. Where the model itself has these polynomials, as in x * x, there is nothing
-to calibrate, and it is the distance from the model. Worked example: a range of 40, an error of 1e-5 of it, a gain of
-1.1 and a result of 30 make 40 * 1e-5 * 1.1 + 2**-24 * 30 = 4.4e-4.
+an input or an output lies outside has none, NaN. Unless it holds always, it supposes that values inside the block stay
+within their ranges too. It is the distance from the block's polynomials in the clear, with the weights of the model,
+and calibrated alike. Where the model itself has these polynomials, as in x * x, there is nothing to calibrate, and it
+is the distance from the model. Worked example: a range of 40, an error of 1e-5 of it, a gain of 1.1 and a result of 30
+make 40 * 1e-5 * 1.1 + 2**-24 * 30 = 4.4e-4.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class DeepOutput:
         offset: then added.
         low: smallest value of the channel in calibration.
         high: largest.
-        error: bound of the error of y, for samples whose values stay within the calibrated ranges.
+        error: bound of the error of y, for samples whose values stay within the calibrated ranges (`DeepTerms.always`).
     """
 
     range: Floats
@@ -76,11 +77,14 @@ class DeepTerms:
         outputs: of each output.
         exact: whether every activation is the model's own and nothing is calibrated, so that error bounds are distances
             from the model.
+        always: whether error bounds hold for all inputs within the calibrated ranges; otherwise values inside the block
+            must stay within theirs, where nobody looks.
     """
 
     input_ranges: tuple[float, ...]
     outputs: tuple[DeepOutput, ...]
     exact: bool
+    always: bool
 
     def scale(self, inputs: list[NDArray[Any]]) -> list[Floats]:
         """Divide inputs by their ranges, and cut what is beyond `LARGEST_INPUT`."""
@@ -107,6 +111,7 @@ def pack_deep_terms(index: int, terms: DeepTerms) -> dict[str, Floats]:
     arrays = {
         f"deep.{index}.input_ranges": np.array(terms.input_ranges),
         f"deep.{index}.exact": np.array([terms.exact], np.float64),
+        f"deep.{index}.always": np.array([terms.always], np.float64),
     }
     for position, output in enumerate(terms.outputs):
         for name in DeepOutput.__slots__:
@@ -136,4 +141,5 @@ def read_deep_terms(arrays: Mapping[str, NDArray[Any]], index: int, block: DeepB
     )
     if any((o.error <= 0).any() for o in outputs):
         raise PlanError(f"deep block {index}: an error bound is not positive; partition again")
-    return DeepTerms(tuple(float(r) for r in ranges), outputs, bool(array("exact", (1,))[0]))
+    exact, always = (bool(array(name, (1,))[0]) for name in ("exact", "always"))
+    return DeepTerms(tuple(float(r) for r in ranges), outputs, exact, always)

@@ -95,14 +95,24 @@ class _Sizes:
         Raises:
             PlanError: it does not.
         """
-        needed = log2(max(value.largest, 2.0**-60)) + log2(value.scale) + _ROOM_BITS
-        left = sum(map(log2, self._moduli[: value.primes]))
+        needed, left = _bits(value.scale, value.largest, self._moduli[: value.primes])
         if not needed <= left:
             raise PlanError(
                 f"{self._name}: values up to {value.largest:.3g} at scale 2**{log2(value.scale):.1f} need "
                 f"{needed:.1f} bits, and {value.primes} primes have {left:.1f}; partition the model again"
             )
         return value
+
+
+def fits(largest: float, scale: float, moduli: Sequence[int]) -> bool:
+    """Return whether values up to a size, at a scale, fit the primes that they have."""
+    needed, left = _bits(scale, largest, moduli)
+    return needed <= left
+
+
+def _bits(scale: float, largest: float, moduli: Sequence[int]) -> tuple[float, float]:
+    """Return the bits that values need, and those that their primes have."""
+    return log2(max(largest, 2.0**-60)) + log2(scale) + _ROOM_BITS, sum(map(log2, moduli))
 
 
 def check_scales(block: DeepBlock) -> None:

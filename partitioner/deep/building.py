@@ -26,7 +26,8 @@ from heinfer.errors import Offence, ParameterError, PlanError, UnsupportedModelE
 from heinfer.operators.polynomials import MAX_DEGREE, complete_square, levels
 from heinfer.plan import TensorSpec
 from heinfer.plan.deep import SQUARE_PRIMES, Activation, ChainInfo, DeepBlock, Layer
-from heinfer.plan.deep_noise import Spread, deep_error_bounds, largest_values, spread_of_rounding
+from heinfer.plan.deep_noise import RoundedWeights, deep_error_bounds, largest_values, spread_of_rounding
+from heinfer.plan.deep_reach import Interval, layer_reach
 from heinfer.plan.deep_terms import DeepOutput, DeepTerms
 from heinfer.ring.chain import CHAIN_WEIGHT_LIMIT, ChainParameters, choose_chain
 from partitioner.deep.built import BuiltDeep, FittedActivation
@@ -162,13 +163,13 @@ def build_deep(
     bounds = deep_error_bounds(block, quantiser.arrays, quantiser.rounded)
     terms = tuple(
         _output(draft.shape(r), ranges[r - count], before[r - count], bound.ravel())
-        for r, bound in zip(results, bounds, strict=True)
+        for r, bound in zip(results, bounds.outputs, strict=True)
     )
     fitted = tuple(c.fitted for c in chosen if c is not None)
     return BuiltDeep(
         block,
         quantiser.arrays,
-        DeepTerms(input_ranges, terms, all(f.exact for f in fitted)),
+        DeepTerms(input_ranges, terms, all(f.exact for f in fitted), bounds.always),
         fitted,
     )
 
@@ -341,8 +342,9 @@ class _Quantiser:
             for shape, r in zip(draft.inputs.values(), input_ranges, strict=True)
         ]
         self._largest = [np.ones(prod(shape)) for shape in draft.inputs.values()]
+        self._reaches = [Interval.around(ones) for ones in self._largest]  # with the model's own weights
         self.arrays: dict[str, NDArray[Any]] = {}
-        self.rounded: dict[str, Spread] = {}
+        self.rounded: dict[str, RoundedWeights] = {}
 
     def run(self) -> list[Layer]:
         made = []
@@ -372,11 +374,14 @@ class _Quantiser:
         integers[~integers.any(axis=1), 0] = 1  # a row of nothing would be a ciphertext of nothing, which SEAL refuses
         units = np.concatenate([np.full(len(self._largest[s]), self._atoms[s].scale / scale) for s in sources])
         read = np.concatenate([self._largest[s] for s in sources])
-        self.rounded[name] = spread_of_rounding((integers - real) * units, read)
+        reach = Interval.joined([self._reaches[s] for s in sources])
+        self.rounded[name] = spread_of_rounding((integers - real) * units, read, reach.largest)
         self._put(name, integers)
         self.arrays[f"{name}.bias"] = constant / ranges
         self._atoms.append(self._meaning(name, chosen, activation, ranges, scale))
-        return Layer(name, sources, len(ranges), integers.shape[1], "weighted", primes, scale, activation, degree)
+        made = Layer(name, sources, len(ranges), integers.shape[1], "weighted", primes, scale, activation, degree)
+        self._reaches.append(layer_reach(made, self.arrays, reach.through(real * units)).after)
+        return made
 
     def _sum(self, name: str, layer: DraftLayer) -> Layer:
         ((source, matrix),) = layer.affine.matrices.items()
@@ -387,6 +392,7 @@ class _Quantiser:
         factor = np.array([atom.factor[m[0]] for m in members])
         self._atoms.append(_Atom(factor, matrix @ atom.constant, atom.scale))
         primes = self._primes_left(source)
+        self._reaches.append(self._reaches[source].through(matrix))
         return Layer(name, (source,), len(matrix), matrix.shape[1], "sum", primes, atom.scale)
 
     def _activation(self, layer: DraftLayer, chosen: _Chosen | None) -> tuple[Activation, int, int, float]:

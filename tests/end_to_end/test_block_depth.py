@@ -106,7 +106,7 @@ def test_evaluate_encrypted_is_what_is_simulated(folder: Path) -> None:
     assert (encrypted["bytes_up"], encrypted["bytes_down"]) == (deep["bytes_up"], deep["bytes_down"])
     page = (folder / "page.html").read_text()
     assert "none: polynomials" in page  # the estimate
-    assert "(distance from the same polynomials)" in page
+    assert "(distance from the same polynomials" in page
     assert "Calibration (used)" in page
     with pytest.raises(InputError, match="another mode"):
         evaluate(folder, "--journal", journal, "--resume", "--no-calibration")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from heinfer.cli import evaluating, inferring, partitioning
+from heinfer.client.report import INNER_VALUES
 from heinfer.plan import NodeBundle, ServerBundle, load_node, load_server
 from heinfer.server.polynomial.evaluator import DeepEvaluator
 from heinfer.server.polynomial.resources import DeepResources
@@ -157,7 +158,10 @@ def test_infer_states_the_bound_of_the_model_itself(case: Case) -> None:
     error = np.abs(np.array(answer["output"]) - case.y[:3])[[0, 2]]
     assert 0 < error.max() < answer["error_bound"] < USEFUL * np.ptp(case.y)
     assert (answer["unbounded"], answer["fitted"]) == (1, False)
-    assert f"last block's error at most {answer['error_bound']:.1e} (1 of 3 samples have none: outside" in said
+    assert answer["error_bound_condition"] == INNER_VALUES  # one astray is in the upload
+    assert "at most" not in said
+    stated = f"error bound of the last block {answer['error_bound']:.1e} (if {INNER_VALUES}; 1 of 3 samples have none"
+    assert stated in " ".join(said.split())
 
 
 def test_evaluate_states_the_bound_of_the_model_itself(case: Case) -> None:
@@ -168,7 +172,11 @@ def test_evaluate_states_the_bound_of_the_model_itself(case: Case) -> None:
     assert 0 < report["max_abs_error"] < report["error_bound"] < USEFUL * np.ptp(case.y)
     assert block["measured_error"] < block["error_bound"] == pytest.approx(report["error_bound"], rel=0.1)
     assert block["deep"]["exact"]
-    assert "bound: distance from the model" in said
+    condition = None if case.node.deep[0].always else INNER_VALUES
+    assert report["error_bound_condition"] == block["error_bound_condition"] == condition
+    words = " ".join(said.split())
+    assert "bound: distance from the model" in words
+    assert (f"distance from the model, if {INNER_VALUES}" in words) == (condition is not None)
 
 
 def test_a_sample_outside_of_the_calibrated_ranges_has_no_bound(case: Case) -> None:
@@ -180,6 +188,7 @@ def test_a_sample_outside_of_the_calibrated_ranges_has_no_bound(case: Case) -> N
     said = run("evaluate", case.folder / "bundle", "--data", case.folder / "far.npz", *options)
     report = json.loads(figures.read_text())
     assert report["unbounded"] == report["blocks"][0]["unbounded"] == 1
+    assert report["error_bound_condition"] == report["blocks"][0]["error_bound_condition"] == INNER_VALUES
     assert 0 < report["error_bound"] < USEFUL * np.ptp(case.y) < report["max_abs_error"]
     for text in (said, page.read_text()):
         assert "1 of 3 samples have none: outside of the calibrated ranges" in " ".join(text.split())

@@ -65,7 +65,7 @@ class Upload:
         residues = np.array(rows).reshape(block.output_count, 2, len(primes), -1)
         found = self.secret.decrypt(residues, RESULT, len(self.x)).T
         error = np.abs(found - evaluate_deep(block, self.arrays, [self.x])[0]).max(axis=0)
-        assert np.all(error < deep_error_bounds(block, self.arrays)[0])
+        assert np.all(error < deep_error_bounds(block, self.arrays).outputs[0])
 
 
 @pytest.fixture(scope="module")

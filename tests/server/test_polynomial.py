@@ -74,7 +74,7 @@ def run(block: DeepBlock, arrays: dict[str, NDArray[Any]], workers: int) -> floa
         resources.stop()
     found = secret.decrypt(answer, RESULT, len(x)).T
     errors = np.abs(found - evaluate_deep(block, arrays, [x])[0]).max(axis=0)
-    return float((errors / deep_error_bounds(block, arrays)[0]).max())
+    return float((errors / deep_error_bounds(block, arrays).outputs[0]).max())
 
 
 @pytest.mark.parametrize(("activation", "degree"), [("square", 2), *(("polynomial", d) for d in (1, 2, 3, 4, 7))])
