@@ -15,13 +15,12 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from comparison_table import figure, insert, seconds, size
+from comparison_table import figure, insert, line, seconds, size
 
 from heinfer.client.depth_study import batch_bytes
 from heinfer.plan import read_bundle_plan
@@ -117,10 +116,10 @@ def table(study: dict[str, Any]) -> str:
     names = ["d", "rounds", "degrees", "N", "accuracy", "agreement", "largest error", "mean error"]
     names += ["up, down, a full batch"]
     names += ["one query", "an image, slots full", "server, node: peak memory"] if encrypted else []
-    lines = [_line(names), "|" + "---|" * len(names)]
+    lines = [line(names), "|" + "---|" * len(names)]
     for row in study["rows"]:
         if row["refusal"] is not None:
-            lines.append(_line([row["depth"], "refused", *[""] * (len(names) - 2)]))
+            lines.append(line([row["depth"], "refused", *[""] * (len(names) - 2)]))
             continue
         same = row["same_as"]
         cells = [row["depth"] if same is None else f"{row['depth']} (as {same})", str(row["rounds"])]
@@ -132,19 +131,15 @@ def table(study: dict[str, Any]) -> str:
             memory = row["memory_bytes"]
             cells += [seconds(row["latency_s"]), seconds(row["full_image_s"])]
             cells += [", ".join(size(memory[role]) for role in ("server", "node"))]
-        lines.append(_line(cells))
+        lines.append(line(cells))
     return "\n".join(lines) + "\n"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def network_table(studies: dict[str, dict[str, Any]]) -> str:
     """Return what one query and an image of a full batch take over networks, from measured times, rounds and bytes."""
     names = ["", "d", "accuracy"]
     names += [f"one query, {n}" for n in NETWORKS] + [f"images a second, {n}" for n in NETWORKS]
-    lines = [_line(names), "|" + "---|" * len(names)]
+    lines = [line(names), "|" + "---|" * len(names)]
     for name, study in studies.items():
         for row in study["rows"]:
             if row["refusal"] is not None or row["same_as"] is not None or not study["task"]["encrypted"]:
@@ -156,7 +151,7 @@ def network_table(studies: dict[str, dict[str, Any]]) -> str:
             for bandwidth, trip in NETWORKS.values():
                 each = row["full_image_s"] + row["rounds"] * trip / row["batch_samples"] + 8 * image / bandwidth
                 cells.append(figure(1 / each))
-            lines.append(_line(cells))
+            lines.append(line(cells))
     return "\n".join(lines) + "\n"
 
 

@@ -31,17 +31,18 @@ def render(models: Mapping[str, Sequence[Mapping[str, Any]]], titles: Mapping[st
         short: whether to leave columns out.
     """
     chosen = SHORT if short else tuple(range(len(COLUMNS)))
-    lines = [_line([COLUMNS[c] for c in chosen]), _line(["---"] * len(chosen))]
+    lines = [line([COLUMNS[c] for c in chosen]), line(["---"] * len(chosen))]
     for name, cells in models.items():
         ours = next((c for c in cells if c["peer"] == OURS), None)
-        lines.append(_line([f"**{titles[name]}**", *[""] * (len(chosen) - 1)]))
+        lines.append(line([f"**{titles[name]}**", *[""] * (len(chosen) - 1)]))
         for cell in cells:
             row = _row(cell, ours)
-            lines.append(_line([row[c] for c in chosen]))
+            lines.append(line([row[c] for c in chosen]))
     return "\n".join(lines) + "\n"
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[str]) -> str:
+    """Return a line of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 

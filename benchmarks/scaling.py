@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from comparison_table import figure, insert
-from own_figures import CHUNK, IN_FLIGHT
+from comparison_table import figure, insert, line
+from own_figures import CHUNK, answer_all
 from side_by_side import REPOSITORY, inputs
 
 import heinfer
@@ -50,14 +50,6 @@ def rate(served: heinfer.LocalModel, x: np.ndarray, clients: int) -> float:
     return answered / (time.perf_counter() - started)
 
 
-def batch_rate(served: heinfer.LocalModel, x: np.ndarray) -> float:
-    """Return samples a second in large queries."""
-    started = time.perf_counter()
-    with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        list(pool.map(served.predict, [x[i : i + CHUNK] for i in range(0, len(x), CHUNK)]))
-    return len(x) / (time.perf_counter() - started)
-
-
 def measure(bundle: Path, x: np.ndarray, cores: list[int]) -> dict[str, float]:
     """Return rates on these cores; processes take them over when they start."""
     before = os.sched_getaffinity(0)
@@ -65,12 +57,12 @@ def measure(bundle: Path, x: np.ndarray, cores: list[int]) -> dict[str, float]:
     try:
         with heinfer.local(bundle, mode="prepared", prepared=64) as served:
             served.predict(x[:1])
-            batch_rate(served, x[:CHUNK])
+            answer_all(served, x[:CHUNK])
             found: dict[str, list[float]] = {}
             for _ in range(RUNS):
                 for clients in CLIENTS:
                     found.setdefault(str(clients), []).append(rate(served, x, clients))
-                found.setdefault("batch", []).append(batch_rate(served, x))
+                found.setdefault("batch", []).append(answer_all(served, x)[0])
     finally:
         os.sched_setaffinity(0, before)
     return {name: float(np.median(rates)) for name, rates in found.items()}
@@ -103,9 +95,9 @@ def main() -> None:
 def render(rows: dict[int, dict[str, float]]) -> str:
     """Return the table, answers a second."""
     names = [f"{c} client{'s' if c > 1 else ''}" for c in CLIENTS] + [f"{SAMPLES:,} in queries of {CHUNK:,}"]
-    lines = [" | ".join(["| cores", *names]) + " |", "|" + "---|" * (len(names) + 1)]
+    lines = [line(["cores", *names]), "|" + "---|" * (len(names) + 1)]
     for count, rates in rows.items():
-        lines.append(f"| {count} | " + " | ".join(figure(r) for r in rates.values()) + " |")
+        lines.append(line([str(count), *map(figure, rates.values())]))
     return "\n".join(lines) + "\n"
 
 

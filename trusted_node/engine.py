@@ -374,7 +374,7 @@ class Engine:
     def _group_size(self, mode: Mode) -> int:
         plan = self.bundle.plan
         if plan.deep:  # one upload of a deep block takes as long for one sample as for all slots
-            return min(block.chain.parameters.slots for block in plan.deep)
+            return plan.deep_slots
         if mode is not Mode.PREPARED or self.prepared is None:
             return plan.ring.degree
         return max(1, min(PREPARED_SAMPLES, PREPARED_BYTES // max(1, self.prepared.preparer.query_bytes)))

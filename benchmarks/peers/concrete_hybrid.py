@@ -30,7 +30,7 @@ torch.onnx.export = functools.partial(torch.onnx.export, dynamo=False)
 
 from concrete.ml.deployment import FHEModelClient, FHEModelDev, FHEModelServer  # noqa: E402
 from concrete.ml.torch.hybrid_model import HybridFHEModel  # noqa: E402
-from measuring import Measured, Task, main, repeat_queries  # noqa: E402
+from measuring import Measured, Task, Traffic, main, repeat_queries, summed_up  # noqa: E402
 from networks import Convolution, Linear, Network, evaluate_hybrid, read_network  # noqa: E402
 
 BITS, CALIBRATION = 8, 64
@@ -65,15 +65,6 @@ def as_module(layer: Linear | Convolution) -> torch.nn.Module:
         module = torch.nn.Conv2d(inputs, outputs, tuple(kernel), layer.stride, layer.padding)
     module.load_state_dict({"weight": torch.from_numpy(layer.weight), "bias": torch.from_numpy(layer.bias)})
     return module.eval()
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What crosses, and the server's seconds, of one query."""
-
-    up: int = 0
-    down: int = 0
-    server_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -195,9 +186,7 @@ def _measured(
         outputs,
         seconds,
         preparation_s=prepared_s,
-        server_s=[traffic.server_s for traffic in traffics],
-        bytes_up=traffics[-1].up,
-        bytes_down=traffics[-1].down,
+        **summed_up(traffics),
         key_bytes=key_bytes,
         security_bits=128,
         note="activations exact on the client; weights and activations quantised to 8 bits",

@@ -69,6 +69,27 @@ class Measured:
     parameters: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Traffic:
+    """What crosses, in bytes, and the server's seconds, of one query.
+
+    Attributes:
+        up: Bytes to the server.
+        down: Bytes to the client.
+        server_s: Seconds.
+    """
+
+    up: int = 0
+    down: int = 0
+    server_s: float = 0.0
+
+
+def summed_up(traffics: list[Traffic]) -> dict[str, Any]:
+    """Return the fields of `Measured` that follow from queries: seconds of all, bytes of the last."""
+    last = traffics[-1]
+    return {"server_s": [traffic.server_s for traffic in traffics], "bytes_up": last.up, "bytes_down": last.down}
+
+
 def main(peer: str, packages: tuple[str, ...], measure: Callable[[Task], Measured]) -> None:
     """Run one peer's measurement as a script. Packages are those whose versions to report."""
     parser = argparse.ArgumentParser(description=f"Measure {peer} on one model")

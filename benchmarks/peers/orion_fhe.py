@@ -20,7 +20,7 @@ import numpy as np
 import orion
 import orion.nn as on
 import torch
-from measuring import Measured, Task, main, repeat_queries, standard_security_bits
+from measuring import Measured, Task, Traffic, main, repeat_queries, standard_security_bits, summed_up
 from networks import Convolution, Linear, evaluate_hybrid, read_network
 from orion.core.orion import scheme
 from orion_modules import as_module, chain, undo_gap
@@ -47,15 +47,6 @@ class Compiled:
     network: torch.nn.Module
     layer: torch.nn.Module
     input_level: int
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What would cross, and the product's seconds, of one query."""
-
-    up: int = 0
-    down: int = 0
-    server_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -122,9 +113,7 @@ def measure(task: Task) -> Measured:
         outputs,
         seconds,
         preparation_s=prepared_s,
-        server_s=[traffic.server_s for traffic in session.traffics],
-        bytes_up=session.traffics[-1].up,
-        bytes_down=session.traffics[-1].down,
+        **summed_up(session.traffics),
         key_bytes=_key_bytes(),
         security_bits=standard_security_bits(1 << LOG_N, sum(PRIME_BITS) + sum(SPECIAL_BITS)),
         note="activations exact on the client; client and server share keys and process, bytes are computed",

@@ -36,7 +36,7 @@ from lattigo.rlwe import (
     MemEvaluationKeySet,
     RelinearizationKey,
 )
-from measuring import Measured, Task, main, repeat_queries, standard_security_bits
+from measuring import Measured, Task, Traffic, main, repeat_queries, standard_security_bits, summed_up
 from networks import (
     Convolution,
     Linear,
@@ -143,15 +143,6 @@ class Client:
 
 
 @dataclass(slots=True)
-class Traffic:
-    """What crosses, and the server's seconds, of one query."""
-
-    up: int = 0
-    down: int = 0
-    server_s: float = 0.0
-
-
-@dataclass(slots=True)
 class Session:
     """A client and a server that exchange bytes."""
 
@@ -240,9 +231,7 @@ def _measured(
         outputs,
         seconds,
         preparation_s=prepared_s,
-        server_s=[traffic.server_s for traffic in session.traffics],
-        bytes_up=session.traffics[-1].up,
-        bytes_down=session.traffics[-1].down,
+        **summed_up(session.traffics),
         key_bytes=len(session.client.keys),
         security_bits=standard_security_bits(1 << parameters.logn, log_modulus),
         squares=squares,

@@ -158,7 +158,7 @@ def evaluate(
 def chunk_samples(plan: Plan) -> int:
     """Return how many samples share uploads: N; where there are deep blocks, the slots of the smallest of them."""
     if plan.deep:
-        return min(block.chain.parameters.slots for block in plan.deep)
+        return plan.deep_slots
     return plan.ring.degree
 
 

@@ -191,6 +191,11 @@ class DeepBlock:
         layer = self.layers[self.results[output] - len(self.inputs)]
         return layer.scale if layer.activation == "none" else self.activation_scale
 
+    def own_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return those of the arrays that belong to its layers."""
+        prefixes = tuple(f"{layer.name}." for layer in self.layers)
+        return {name: array for name, array in arrays.items() if name.startswith(prefixes)}
+
     def check_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Check that the arrays of every layer are there and fit, and that no value can outgrow its primes.
 

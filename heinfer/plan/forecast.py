@@ -279,7 +279,7 @@ def forecast_form(program: Program, form: PreparedInfo, machine: Machine, link: 
 def group_samples(plan: Plan, mode: ModeName) -> int:
     """Return the most samples that a node takes through the plan together."""
     if plan.deep:
-        return min(block.chain.parameters.slots for block in plan.deep)
+        return plan.deep_slots
     if mode != "prepared":
         return plan.ring.degree
     return max(1, min(GROUP_SAMPLES, GROUP_BYTES // max(1, prepared_bytes(plan))))
@@ -401,7 +401,11 @@ def _node_memory(plan: Plan, mode: ModeName, samples: int, machine: Machine) -> 
     elif forms:
         public = sum(form.ciphertexts * form.degree for form in forms)
         entries = max(1, min(POOL_ENTRIES, POOL_BYTES // max(1, prepared_bytes(plan))))
-        kept += round(hints * (1 + _RESIDUE_BYTES / 6.25)) + public * _PUBLIC_BYTES + entries * prepared_bytes(plan)
+        kept += (
+            round(hints * (1 + _RESIDUE_BYTES / _PACKED_RESIDUE_BYTES))
+            + public * _PUBLIC_BYTES
+            + entries * prepared_bytes(plan)
+        )
     if mode == "batch":
         rows = sum(block.input_rows + block.output_rows for block in plan.blocks)
         kept += rows * plan.ring.degree * _RESIDUE_BYTES

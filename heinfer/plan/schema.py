@@ -250,6 +250,11 @@ class Plan:
         return bool(self.blocks) and not self.deep and all(block.prepared is not None for block in self.blocks)
 
     @property
+    def deep_slots(self) -> int:
+        """Samples that an upload of every deep block holds; of a plan that has some."""
+        return min(block.chain.parameters.slots for block in self.deep)
+
+    @property
     def last_deep(self) -> frozenset[int]:
         """Deep blocks of which an output reaches the result without another block."""
         wanted, found = {t.name for t in self.outputs}, set()

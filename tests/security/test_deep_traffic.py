@@ -21,6 +21,7 @@ from partitioner.deep.building import FitOptions
 from partitioner.deep.deepening import DeepOptions
 from tests.captured_traffic import Proxy
 from tests.parties import WatchedPool, parties
+from tests.partitioner.deep_examples import partition_square
 from tests.partitioner.examples import graph, weights
 from tests.security.test_equal_traffic import Seen, Watch
 from trusted_node.deep_workers import DeepPool
@@ -102,17 +103,11 @@ def test_a_deep_block_may_take_longer_than_any_other_reply(
 
 def test_inputs_beyond_all_range_show_neither_outside_nor_in_other_samples(pool: WatchedPool, tmp_path: Path) -> None:
     """Huge inputs that go straight into a deep block are cut: SEAL's encoder refuses what no prime can hold."""
-    model = graph(
-        "g (float[n,3] x) => (float y) { d = Gemm (x, w, b) q = Mul (d, d) y = Gemm (q, v, c) }",
-        {"w": weights(3, 4), "b": weights(4), "v": weights(4, 2), "c": weights(2)},
-    )
-    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
-    data = {"x": np.random.default_rng(0).uniform(-1, 1, (200, 3)).astype(np.float32)}
-    partition(tmp_path / "model.onnx", tmp_path / "bundle", deep=DeepOptions("all", data, FitOptions()))
-    x = data["x"][:SAMPLES]
+    bundle, data = partition_square(tmp_path)
+    x = data[:SAMPLES]
     far = x.copy()
     far[3] = [3e38, -3e38, 1e30]
-    with DeepPool(1) as deep, parties(tmp_path / "bundle", pool, deep=deep) as both:
+    with DeepPool(1) as deep, parties(bundle, pool, deep=deep) as both:
         usual, cut = both.engine.infer({"x": x}), both.engine.infer({"x": far})
     others = [0, 1, 2, 4, 5]
     assert np.allclose(usual.outputs["y"][others], cut.outputs["y"][others], atol=1e-4)

@@ -18,11 +18,8 @@ from heinfer.server.polynomial.resources import DeepResources
 from heinfer.server.polynomial.running import DeepRunner
 from heinfer.server.service import EvaluatorService
 from heinfer.wire import Limits, Mode, block_shapes
-from partitioner import partition
-from partitioner.deep.building import FitOptions
-from partitioner.deep.deepening import DeepOptions
 from tests.parties import LOOPBACK, refusal
-from tests.partitioner.examples import graph, weights
+from tests.partitioner.deep_examples import partition_square
 from trusted_node.deep import DeepContext
 from trusted_node.link import ServerLink
 
@@ -40,15 +37,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """x (3) -> Gemm -> square -> Gemm -> y (2), one deep block of 4 and 2 rows."""
-    folder = tmp_path_factory.mktemp("deep")
-    model = graph(
-        "g (float[n,3] x) => (float y) { d = Gemm (x, w, b) q = Mul (d, d) y = Gemm (q, v, c) }",
-        {"w": weights(3, 4), "b": weights(4), "v": weights(4, 2), "c": weights(2)},
-    )
-    (folder / "model.onnx").write_bytes(model.SerializeToString())
-    data = {"x": np.random.default_rng(0).uniform(-1, 1, (200, 3)).astype(np.float32)}
-    partition(folder / "model.onnx", folder / "bundle", deep=DeepOptions("all", data, FitOptions()))
-    return folder / "bundle"
+    return partition_square(tmp_path_factory.mktemp("deep"))[0]
 
 
 class Slow:

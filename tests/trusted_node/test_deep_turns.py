@@ -17,11 +17,8 @@ from heinfer.server.evaluation import BlockEvaluator
 from heinfer.server.polynomial.resources import DeepResources
 from heinfer.server.service import EvaluatorService
 from heinfer.wire import Limits, RefusedError, block_shapes
-from partitioner import partition
-from partitioner.deep.building import FitOptions
-from partitioner.deep.deepening import DeepOptions
 from tests.parties import LOOPBACK, WatchedPool
-from tests.partitioner.examples import graph, weights
+from tests.partitioner.deep_examples import partition_square
 from trusted_node import delivery as deliveries
 from trusted_node.deep_workers import DeepPool
 from trusted_node.engine import Engine
@@ -54,16 +51,10 @@ class Both:
 def both(tmp_path_factory: pytest.TempPathFactory, pool: WatchedPool) -> Iterator[Both]:
     """x (3) -> Gemm -> square -> Gemm -> y (2), one deep block; groups of two samples."""
     folder = tmp_path_factory.mktemp("turns")
-    model = graph(
-        "g (float[n,3] x) => (float y) { d = Gemm (x, w, b) q = Mul (d, d) y = Gemm (q, v, c) }",
-        {"w": weights(3, 4), "b": weights(4), "v": weights(4, 2), "c": weights(2)},
-    )
-    (folder / "model.onnx").write_bytes(model.SerializeToString())
-    data = {"x": np.random.default_rng(0).uniform(-1, 1, (200, 3)).astype(np.float32)}
-    partition(folder / "model.onnx", folder / "bundle", deep=DeepOptions("all", data, FitOptions()))
+    bundle, _ = partition_square(folder)
     with pytest.MonkeyPatch.context() as patch, DeepPool(1) as deep:
         patch.setattr(Engine, "_group_size", lambda *_: GROUP)
-        made = Both(folder / "bundle", folder, pool, deep)
+        made = Both(bundle, folder, pool, deep)
         yield made
         made.close()
 

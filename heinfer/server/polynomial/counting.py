@@ -52,8 +52,7 @@ def linear_work(block: DeepBlock, arrays: Mapping[str, NDArray[Any]], workers: i
                 rows, columns = group.weights.shape
                 products += polynomials * rows * columns
                 moved += polynomials * (rows + columns)
-    own = tuple(f"{layer.name}." for layer in block.layers)
-    weights = sum(array.nbytes for name, array in arrays.items() if name.startswith(own))
+    weights = sum(array.nbytes for array in block.own_arrays(arrays).values())
     each = _WORKER_BYTES + weights + _KEYS_HELD * stored_bytes(key_shape(block))
     return LinearWork(
         products=products,

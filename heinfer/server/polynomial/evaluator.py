@@ -48,8 +48,7 @@ class DeepEvaluator:
         block.check_arrays(arrays)
         self.block = block
         self.resources = resources or DeepResources()
-        own = tuple(f"{layer.name}." for layer in block.layers)
-        self._arrays = {name: np.asarray(array) for name, array in arrays.items() if name.startswith(own)}
+        self._arrays = {name: np.asarray(array) for name, array in block.own_arrays(arrays).items()}
         self._schedule = Schedule(block, self._arrays, self.resources.processes.count)
         self.scratch_bytes = self._schedule.peak_bytes
 
