@@ -71,8 +71,12 @@ def _row(cell: Mapping[str, Any], ours: Mapping[str, Any] | None) -> list[str]:
         size(memory),
         "" if error is None else f"{error:.1e}",
         "" if error is None or not span else f"{error / span:.0e}",
-        str(cell.get("security_bits") or ""),
+        _security(cell.get("security_bits")),
     ]
+
+
+def _security(bits: int | None) -> str:
+    return "" if bits is None else str(bits) if bits else "< 128"
 
 
 def _traffic(cell: Mapping[str, Any]) -> str:

@@ -1,5 +1,8 @@
 """MobileNetV2 at 224x224 as torch exports it, weights as before training: depthwise convolutions between 1x1 ones.
 
+Normalisation has the statistics of random images, as training would leave them: with those of a new layer, 0 and 1,
+values shrink by a factor of channels in every depthwise layer, and the outputs would be the last layer's bias.
+
     image (batch, 3, 224, 224) --(convolution, 17 inverted residuals, 1x1 convolution, mean)--> (batch, 1000)
 
 Sandler et al., CVPR 2018, table 2: an inverted residual expands its channels by 1x1, convolves each on its own by 3x3,
@@ -16,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 SIZE, CLASSES = 224, 1000
+#: Random ones, whose statistics normalisation has.
+IMAGES = 8
 #: Expansion, channels, blocks, stride of the first: table 2 of the paper.
 STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 FIRST, LAST = 32, 1280
@@ -60,12 +65,22 @@ class MobileNetV2(nn.Module):
         return self.layers(x)
 
 
+def with_statistics(network: nn.Module, images: Tensor) -> nn.Module:
+    """Set the statistics of all normalisation to those of a batch, and leave training; the network itself."""
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 1.0
+    with torch.inference_mode():
+        network.train()(images)
+    return network.eval()
+
+
 def mobilenet_v2(seed: int = 0) -> onnx.ModelProto:
     """Export the network with seeded weights; its input is `image`, float32 (1, 3, 224, 224)."""
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = MobileNetV2().eval()
+        network = with_statistics(MobileNetV2(), torch.randn(IMAGES, 3, SIZE, SIZE))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about its exporter
         example = torch.zeros(1, 3, SIZE, SIZE)

@@ -29,8 +29,9 @@ from result import Result, Status, write_result
 QUERIES = 50
 
 #: Largest log2 of the whole modulus, special primes included, for 128 bits of classical security by degree of the
-#: ring (homomorphicencryption.org's standard of 2018, table 1, ternary secrets).
-STANDARD_LOG_MODULUS = {2048: 54, 4096: 109, 8192: 218, 16384: 438, 32768: 881}
+#: ring (Bossuat et al., ePrint 2024/463, ternary secrets): the table that heinfer's own parameters go by.
+LARGEST_LOG_MODULUS = {2048: 53, 4096: 106, 8192: 214, 16384: 430, 32768: 868}
+SECURITY_TABLE = "ePrint 2024/463"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +168,9 @@ def repeat_queries(task: Task, query: Callable[[np.ndarray], np.ndarray]) -> tup
     return np.stack(outputs), seconds
 
 
-def standard_security_bits(degree: int, log_modulus: float) -> int | None:
-    """Return 128 where the standard's table allows the modulus, None where it does not."""
-    return 128 if log_modulus <= STANDARD_LOG_MODULUS.get(degree, 0) else None
+def table_security_bits(degree: int, log_modulus: float) -> int:
+    """Return 128 where the table allows the modulus, 0 where it does not: less than 128."""
+    return 128 if log_modulus <= LARGEST_LOG_MODULUS.get(degree, 0) else 0
 
 
 def peak_memory_bytes() -> int:

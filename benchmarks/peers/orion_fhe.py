@@ -6,8 +6,8 @@ Orion keeps client and server in one: its scheme holds the secret key beside the
 serialises a ciphertext. Bytes are therefore those of the polynomials that would have to cross, 8 bytes a coefficient:
 two for each prime of the level. Of the rotation keys one is serialised, which the library can, and counted for all.
 
-N = 8192 in the real subring (8192 slots), primes of 55 and 40 bits, a special one of 61: 156 of the 218 bits that 128
-bits of security allow. Secrets have 192 entries that are not zero, Orion's default; the standard's table is for denser
+N = 8192 in the real subring (8192 slots), primes of 55 and 40 bits, a special one of 61: 156 of the 214 bits that 128
+bits of security allow. Secrets have 192 entries that are not zero, Orion's default; the table is for denser
 ones, so take the figure as an upper estimate.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 import orion
 import orion.nn as on
 import torch
-from measuring import Measured, Task, Traffic, main, repeat_queries, standard_security_bits, summed_up
+from measuring import SECURITY_TABLE, Measured, Task, Traffic, main, repeat_queries, summed_up, table_security_bits
 from networks import Convolution, Linear, evaluate_hybrid, read_network
 from orion.core.orion import scheme
 from orion_modules import as_module, chain, undo_gap
@@ -115,14 +115,14 @@ def measure(task: Task) -> Measured:
         preparation_s=prepared_s,
         **summed_up(session.traffics),
         key_bytes=_key_bytes(),
-        security_bits=standard_security_bits(1 << LOG_N, sum(PRIME_BITS) + sum(SPECIAL_BITS)),
+        security_bits=table_security_bits(1 << LOG_N, sum(PRIME_BITS) + sum(SPECIAL_BITS)),
         note="activations exact on the client; client and server share keys and process, bytes are computed",
         parameters={
             "N": 1 << LOG_N,
             "prime_bits": [*PRIME_BITS, *SPECIAL_BITS],
             "scale_bits": SCALE_BITS,
             "secret_weight": SECRET_WEIGHT,
-            "security_by": "homomorphicencryption.org table, for denser secrets",
+            "security_by": f"{SECURITY_TABLE}, for denser secrets",
         },
     )
 

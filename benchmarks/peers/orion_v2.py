@@ -8,9 +8,9 @@ as heinfer does: each layer with weights is compiled alone, and the client appli
 compiles the whole network with squares, for networks without branches and pooling: one round, and errors are against
 the same network with squares, in the clear.
 
-N = 8192 in the real subring (8192 slots), primes of 55 and 40 bits, a special one of 61: 156 of the 218 bits that 128
+N = 8192 in the real subring (8192 slots), primes of 55 and 40 bits, a special one of 61: 156 of the 214 bits that 128
 bits of security allow. With squares N = 16384, 55 and 40 for each level and 61. Secrets have 192 entries that are not
-zero, Orion's default; the standard's table is for denser ones, so take the figure as an upper estimate.
+zero, Orion's default; the table is for denser ones, so take the figure as an upper estimate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lattigo.rlwe import (
     MemEvaluationKeySet,
     RelinearizationKey,
 )
-from measuring import Measured, Task, Traffic, main, repeat_queries, standard_security_bits, summed_up
+from measuring import SECURITY_TABLE, Measured, Task, Traffic, main, repeat_queries, summed_up, table_security_bits
 from networks import (
     Convolution,
     Linear,
@@ -233,7 +233,7 @@ def _measured(
         preparation_s=prepared_s,
         **summed_up(session.traffics),
         key_bytes=len(session.client.keys),
-        security_bits=standard_security_bits(1 << parameters.logn, log_modulus),
+        security_bits=table_security_bits(1 << parameters.logn, log_modulus),
         squares=squares,
         note=note,
         parameters={
@@ -241,7 +241,7 @@ def _measured(
             "prime_bits": [*parameters.logq, *parameters.logp],
             "scale_bits": SCALE_BITS,
             "secret_weight": parameters.h,
-            "security_by": "homomorphicencryption.org table, for denser secrets",
+            "security_by": f"{SECURITY_TABLE}, for denser secrets",
         },
     )
 

@@ -54,7 +54,7 @@ class Result:
         max_error: Largest absolute difference to onnxruntime on the same inputs.
         output_range: Largest minus smallest value of onnxruntime's outputs.
         agreement: Share of samples whose largest output has the same place.
-        security_bits: At least so many, by the table or the library named in `parameters`.
+        security_bits: At least so many, by the table or the library named in `parameters`; 0: less than 128 by it.
         parameters: Of the scheme, and what else shapes the figures.
     """
 
