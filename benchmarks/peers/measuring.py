@@ -30,7 +30,7 @@ QUERIES = 50
 
 #: Largest log2 of the whole modulus, special primes included, for 128 bits of classical security by degree of the
 #: ring (Bossuat et al., ePrint 2024/463, ternary secrets): the table that heinfer's own parameters go by.
-LARGEST_LOG_MODULUS = {2048: 53, 4096: 106, 8192: 214, 16384: 430, 32768: 868}
+LARGEST_LOG_MODULUS = {1024: 26, 2048: 53, 4096: 106, 8192: 214, 16384: 430, 32768: 868}
 SECURITY_TABLE = "ePrint 2024/463"
 
 
