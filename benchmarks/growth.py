@@ -188,8 +188,10 @@ def main() -> None:
     """Run, print and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=REPOSITORY / "benchmarks/results/growth.json")
-    parser.add_argument("--plot", type=Path, default=REPOSITORY / "benchmarks/results/growth.png")
-    parser.add_argument("--docs", action="store_true", help="write the plot to docs/growth.png as well")
+    parser.add_argument(
+        "--plot", type=Path, help="where to draw; nothing is drawn where neither this nor --docs is given"
+    )
+    parser.add_argument("--docs", action="store_true", help="write the plot to docs/growth.png")
     arguments = parser.parse_args()
     measured: dict[Point, dict[str, Any]] = {}
     results = {}
@@ -201,9 +203,9 @@ def main() -> None:
         show(axis, points, results[axis])
     content = {"machine": machine_name(), "cores": core_count(), "results": results}
     arguments.json.write_text(json.dumps(content, indent=1) + "\n")
-    draw(results, arguments.plot)
-    if arguments.docs:
-        draw(results, REPOSITORY / "docs/growth.png")
+    for path in (arguments.plot, REPOSITORY / "docs/growth.png" if arguments.docs else None):
+        if path is not None:
+            draw(results, path)
 
 
 if __name__ == "__main__":

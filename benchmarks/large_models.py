@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -46,6 +45,8 @@ ENCRYPTED = ("squeezenet", "shufflenet", "densenet121", "resnet50", BERT, MOBILE
 QUERIES = 5
 #: What a pool of `QUERIES` gets to fill up, in times of preparing one.
 FILL = 3.0
+#: How often memory is looked at.
+POLL_S = 0.02
 
 
 def partition(model: Path, bundle: Path) -> dict[str, Any]:
@@ -53,14 +54,18 @@ def partition(model: Path, bundle: Path) -> dict[str, Any]:
     started = time.perf_counter()
     command = [sys.executable, "-m", "heinfer.cli.main", "partition", str(model), "-o", str(bundle)]
     process = subprocess.Popen(command, env=child_environment(), stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    peak_bytes = anonymous_bytes = 0
+    while process.poll() is None:
+        peak_bytes = max(peak_bytes, memory(process.pid, "VmHWM"))  # wait4's is that of this process before exec
+        anonymous_bytes = max(anonymous_bytes, memory(process.pid, "RssAnon"))
+        time.sleep(POLL_S)
     if process.returncode:
         raise SystemExit(f"heinfer partition {model} failed")
     plan = read_bundle_plan(bundle)
     return {
         "partition_s": time.perf_counter() - started,
-        "partition_peak_bytes": usage.ru_maxrss * 1024,
+        "partition_peak_bytes": peak_bytes,
+        "partition_anonymous_bytes": anonymous_bytes,
         "rounds": plan.rounds,
         "blocks": len(plan.blocks),
         "hint_bytes": (bundle / "node" / HINTS_FILE).stat().st_size,
@@ -68,6 +73,15 @@ def partition(model: Path, bundle: Path) -> dict[str, Any]:
         "node_bytes": _size(bundle / "node"),
         "bundle_bytes": _size(bundle),
     }
+
+
+def memory(pid: int, field: str) -> int:
+    """Return a field of a process's status in bytes, 0 where the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
 
 
 def query(model: bytes, logits: str, sample: NDArray[Any], bundle: Path) -> dict[str, Any]:
@@ -90,7 +104,8 @@ def query(model: bytes, logits: str, sample: NDArray[Any], bundle: Path) -> dict
             answer = served.query(feeds, statistics=True)
             online.append(time.perf_counter() - started)
             found.append(answer.statistics)
-        memory = {role.name: role.peak_memory_bytes() for role in served.roles}
+        peaks = {role.name: role.peak_memory_bytes() for role in served.roles}
+        anonymous = {role.name: memory(role.pid, "RssAnon") for role in served.roles}
         start_s = served.start_s
     got = answer.outputs[logits]
     blocks = found[-1]["blocks"]
@@ -110,7 +125,8 @@ def query(model: bytes, logits: str, sample: NDArray[Any], bundle: Path) -> dict
         "largest_logit": float(np.max(np.abs(want))),
         "relative_error": float(np.max(np.abs(got - want)) / np.max(np.abs(want))),
         "same_top_1": bool(np.array_equal(np.argmax(got, axis=-1), np.argmax(want, axis=-1))),
-        "peak_memory_bytes": memory,
+        "peak_memory_bytes": peaks,
+        "anonymous_bytes": anonymous,
     }
 
 
@@ -151,17 +167,18 @@ def main() -> None:
         figures = results[name] = measure(name, arguments.batch)
         print(
             f"{name}: partitioned in {figures['partition_s']:.0f} s with at most "
-            f"{figures['partition_peak_bytes'] / 1e9:.1f} GB, {figures['rounds']} rounds, hints "
+            f"{figures['partition_peak_bytes'] / 1e9:.1f} GB (without files: "
+            f"{figures['partition_anonymous_bytes'] / 1e9:.1f}), {figures['rounds']} rounds, hints "
             f"{figures['hint_bytes'] / 1e6:.0f} MB, bundle {figures['bundle_bytes'] / 1e6:.0f} MB",
             flush=True,
         )
         if name in ENCRYPTED:
-            memory = {role: round(size / 1e6) for role, size in figures["peak_memory_bytes"].items() if size}
+            peaks = {role: round(size / 1e6) for role, size in figures["peak_memory_bytes"].items() if size}
             print(
                 f"  {arguments.batch} sample(s) {figures['online_s']:.2f} s online (plain {figures['plain_s']:.3f} s), "
                 f"prepared before in {figures['preparation_s']:.2f} s each, {figures['bytes_up'] / 1e6:.1f} MB up, "
                 f"{figures['bytes_down'] / 1e6:.1f} MB down, error {figures['relative_error']:.1e} of the largest "
-                f"value, top-1 {'equal' if figures['same_top_1'] else 'differs'}, peak memory {memory} MB",
+                f"value, top-1 {'equal' if figures['same_top_1'] else 'differs'}, peak memory {peaks} MB",
                 flush=True,
             )
     if arguments.json is not None:

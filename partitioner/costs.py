@@ -15,12 +15,11 @@ from __future__ import annotations
 from typing import Final
 
 from heinfer.plan.machine import SHIPPED, Link
+from heinfer.ring import COEFFICIENT_BYTES
 
 REFERENCE_LINK: Final = Link(bandwidth=1e9, rtt_s=1e-3)
-#: Bytes of a residue of 50 bits.
-_VALUE_BYTES: Final = 6.25
 _NS: Final = 1e9
-_CARRIED_S: Final = _VALUE_BYTES * SHIPPED.byte_s + REFERENCE_LINK.seconds(_VALUE_BYTES, 0)
+_CARRIED_S: Final = COEFFICIENT_BYTES * SHIPPED.byte_s + REFERENCE_LINK.seconds(COEFFICIENT_BYTES, 0)
 #: A value that the node encrypts and the server unpacks; one that the server packs and the node decrypts.
 UP_NS: Final = round(_NS * (SHIPPED.up_s + SHIPPED.residue_s + _CARRIED_S))
 DOWN_NS: Final = round(_NS * (SHIPPED.down_s + SHIPPED.residue_s + _CARRIED_S))

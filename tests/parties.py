@@ -255,6 +255,13 @@ def inside(*arguments: object) -> Outcome:
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
+def output_of(*arguments: object) -> str:
+    """Run, in this process, a command that must succeed; return what it prints."""
+    done = inside(*arguments)
+    assert done.code == 0, done
+    return done.out
+
+
 def refusal(*arguments: object) -> str:
     """Run, in this process, a command that must be refused; return its one line of reason."""
     return refused(inside(*arguments))

@@ -31,7 +31,7 @@ from heinfer.plan.forecast import forecast
 from heinfer.plan.machine import SHIPPED, Machine
 from heinfer.plan.work import weight_count
 from heinfer.processes import core_count
-from heinfer.ring import LANES, THREADED_WORK, RingParameters, Transform, pack, run_tiles, unpack
+from heinfer.ring import COEFFICIENT_BYTES, LANES, THREADED_WORK, RingParameters, Transform, pack, run_tiles, unpack
 from heinfer.ring.chain import choose_chain
 from heinfer.server.polynomial.arithmetic import Cipher, SealArithmetic, open_chain
 from trusted_node.deep import DeepContext
@@ -48,8 +48,6 @@ _REPETITIONS: Final = 7
 _OPERATORS: Final = 16
 #: Primes of a deep block of two squares.
 _CHAIN_BITS: Final = (50, 24, 34, 34, 34, 34)
-#: Bytes of a residue on the wire.
-_RESIDUE_BYTES: Final = 6.25
 Costs = dict[str, float]
 Tell = Callable[[str, int, int], None]
 
@@ -357,7 +355,7 @@ def _size_costs(measured: _Measured, found: Costs) -> Costs:
         "weight_s": _left(server[_WEIGHTS], product_s * products[_WEIGHTS]) / weight_count(blocks[_WEIGHTS].program),
         "up_s": _left(measured.block_s(0, "encrypt_s"), half) / up[0],
         "down_s": _left(measured.block_s(_RESULT, "decrypt_s"), half) / down[_RESULT],
-        "byte_s": measured.block_s(_RESULT, "wire_s") / (_RESIDUE_BYTES * down[_RESULT]),
+        "byte_s": measured.block_s(_RESULT, "wire_s") / (COEFFICIENT_BYTES * down[_RESULT]),
     }
 
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from heinfer.operators.program import Program
 from heinfer.operators.steps import Step, Take, array_of
+from heinfer.ring import COEFFICIENT_BYTES
 
 Maps = Mapping[str, NDArray[Any]]
 
@@ -78,7 +79,7 @@ class Hint:
 
     def row_bytes(self, degree: int) -> float:
         """Bytes of a row of this hint as it is kept in a bundle."""
-        return 2 if self.kind is HintKind.ELEMENTWISE else degree * 6.25
+        return 2 if self.kind is HintKind.ELEMENTWISE else degree * COEFFICIENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from heinfer.plan.deep_work import DeepWork
 from heinfer.plan.machine import Link, Machine
 from heinfer.plan.schema import Block, NodeStep, Plan, PreparedInfo, RoundStep
 from heinfer.plan.work import ModeName, Work, coefficient_work, prepared_work
-from heinfer.ring import THREADED_WORK, packed_bytes
+from heinfer.ring import COEFFICIENT_BYTES, THREADED_WORK, packed_bytes
 
 #: Header and envelope of a message, the mean of a request and its answer (`heinfer.wire`).
 FRAME_BYTES: Final = 62
@@ -46,8 +46,6 @@ SERVER_BASE_BYTES: Final = 185 * 10**6
 WORKER_BYTES: Final = 220 * 10**6
 WORKER_START_S: Final = 1.4
 _RESIDUE_BYTES: Final = 8
-#: A residue on the wire.
-_PACKED_RESIDUE_BYTES: Final = 6.25
 #: A weight as it is loaded and as float64; a residue during an evaluation: packed, unpacked, limbs, result.
 _WEIGHT_BYTES: Final = 16
 _EVALUATION_BYTES: Final = 32
@@ -236,7 +234,7 @@ def _upload(work: DeepWork, machine: Machine, link: Link, groups: int) -> _Uploa
     seal_s += work.rescaled * machine.rescale_s + work.switched * machine.switch_s
     linear_s = linear.products * machine.product_s + linear.moved * machine.residue_s
     server_s = (seal_s + linear_s + linear.units * machine.exchange_s) / machine.cores
-    rows_s = payload * machine.residue_s / _PACKED_RESIDUE_BYTES  # into files, and out of them
+    rows_s = payload * machine.residue_s / COEFFICIENT_BYTES  # into files, and out of them
     wire_s = machine.exchange_s + payload * machine.byte_s
     away_s = link.seconds(payload + work.messages * FRAME_BYTES, 1)
     block = BlockForecast(
@@ -402,7 +400,7 @@ def _node_memory(plan: Plan, mode: ModeName, samples: int, machine: Machine) -> 
         public = sum(form.ciphertexts * form.degree for form in forms)
         entries = max(1, min(POOL_ENTRIES, POOL_BYTES // max(1, prepared_bytes(plan))))
         kept += (
-            round(hints * (1 + _RESIDUE_BYTES / _PACKED_RESIDUE_BYTES))
+            round(hints * (1 + _RESIDUE_BYTES / COEFFICIENT_BYTES))
             + public * _PUBLIC_BYTES
             + entries * prepared_bytes(plan)
         )

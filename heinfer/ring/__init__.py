@@ -19,6 +19,7 @@ from heinfer.ring.packing import (
     unpack,
 )
 from heinfer.ring.parameters import (
+    COEFFICIENT_BYTES,
     LIMB_BITS,
     MODULUS_BITS,
     NOISE_DEVIATION,
@@ -53,6 +54,7 @@ from heinfer.ring.transform import (
 )
 
 __all__ = [
+    "COEFFICIENT_BYTES",
     "FLOAT32_ROUNDING",
     "GROUP_RESIDUES",
     "GROUP_WORDS",

@@ -28,6 +28,8 @@ SECURITY_BITS: Final = 128
 
 #: Bits of every modulus. Two limbs hold exactly 50 bits, and the packed form of a residue is 50 bits long.
 MODULUS_BITS: Final = 50
+#: Bytes that one residue takes in transit and in files.
+COEFFICIENT_BYTES: Final = MODULUS_BITS / 8
 
 #: Bits per limb: half a residue.
 LIMB_BITS: Final = 25
@@ -231,8 +233,3 @@ class RingParameters:
     def security_bits(self) -> int:
         """Security that the table vouches for, in bits: at least this much, by estimators usually more."""
         return SECURITY_BITS
-
-    @property
-    def coefficient_bytes(self) -> float:
-        """Bytes that one residue takes in transit: 50 bits are 6.25 bytes."""
-        return MODULUS_BITS / 8

@@ -5,35 +5,20 @@ Commands run in this process, which saves starting one for each; node and server
 
 from __future__ import annotations
 
-import io
 import json
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import typer
 
-from heinfer.cli import estimating, evaluating, inferring, partitioning, studies
-from heinfer.errors import InputError
+from tests.parties import inside, output_of, refusal
 from tests.small_models import dense_model, tanh_model
 
 #: What noise and rounding add to polynomials of values around 1 (partitioner.deep.building: 2**-18 of a range).
 NOISE = 1e-4
 #: Bounds are of the worst case.
 USUAL = 100
-APP = typer.Typer(pretty_exceptions_enable=False)
-for commands in (estimating, evaluating, inferring, partitioning, studies):
-    commands.register(APP)
-
-
-def run(*words: object) -> str:
-    """Run `heinfer ...`; return what it prints."""
-    said = io.StringIO()
-    with redirect_stdout(said):
-        APP([str(word) for word in words], standalone_mode=False)
-    return said.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +37,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def partition(folder: Path, depth: str, bundle: Path, *options: object) -> str:
+def partition_words(folder: Path, depth: str, bundle: Path) -> tuple[object, ...]:
     data = folder / "train.npz"
-    return run(
-        "partition", folder / "model.onnx", "-o", bundle, "--block-depth", depth, "--calibration", data, *options
-    )
+    return ("partition", folder / "model.onnx", "-o", bundle, "--block-depth", depth, "--calibration", data)
+
+
+def partition(folder: Path, depth: str, bundle: Path, *options: object) -> str:
+    return output_of(*partition_words(folder, depth, bundle), *options)
 
 
 def evaluate(folder: Path, *options: object) -> tuple[dict[str, Any], str]:
     figures = folder / "report.json"
-    said = run("evaluate", folder / "bundle", "--data", folder / "test.npz", "--json", figures, *options)
+    said = output_of("evaluate", folder / "bundle", "--data", folder / "test.npz", "--json", figures, *options)
     found = json.loads(figures.read_text())
     assert isinstance(found, dict)
     return found, said
@@ -79,7 +66,7 @@ def test_partition_shows_the_ring_and_every_activation(folder: Path) -> None:
 
 
 def test_inspect_states_ring_and_bytes(folder: Path) -> None:
-    text = run("inspect", folder / "bundle", "--json", folder / "inspect.json")
+    text = output_of("inspect", folder / "bundle", "--json", folder / "inspect.json")
     (deep,) = json.loads((folder / "inspect.json").read_text())["deep"]
     assert deep["security_bits"] >= 128
     assert deep["levels"] == 2 * deep["activations"]  # a polynomial of degree 3 takes two
@@ -101,15 +88,15 @@ def test_evaluate_encrypted_is_what_is_simulated(folder: Path) -> None:
     assert encrypted["fitted"]
     assert not encrypted["unbounded"]
     assert "distance from the same polynomials" in " ".join(text.split())
-    run("inspect", folder / "bundle", "--json", folder / "inspect.json")
+    output_of("inspect", folder / "bundle", "--json", folder / "inspect.json")
     (deep,) = json.loads((folder / "inspect.json").read_text())["deep"]
     assert (encrypted["bytes_up"], encrypted["bytes_down"]) == (deep["bytes_up"], deep["bytes_down"])
     page = (folder / "page.html").read_text()
     assert "none: polynomials" in page  # the estimate
     assert "(distance from the same polynomials" in page
     assert "Calibration (used)" in page
-    with pytest.raises(InputError, match="another mode"):
-        evaluate(folder, "--journal", journal, "--resume", "--no-calibration")
+    options = ("--data", folder / "test.npz", "--journal", journal, "--resume", "--no-calibration")
+    assert "another mode" in refusal("evaluate", folder / "bundle", *options)
 
 
 def test_evaluate_without_calibration_is_farther_off_on_average(folder: Path) -> None:
@@ -146,17 +133,17 @@ def test_node_leaves_the_calibration_out_where_told(folder: Path) -> None:
 
 @pytest.mark.long
 def test_infer_says_what_lies_outside_and_claims_no_bound_there(folder: Path) -> None:
-    near = run("infer", folder / "query.npy", "--bundle", folder / "bundle", "--json", folder / "near.json")
+    near = output_of("infer", folder / "query.npy", "--bundle", folder / "bundle", "--json", folder / "near.json")
     assert "distance from the same polynomials" in near
     assert 0 < json.loads((folder / "near.json").read_text())["error_bound"] < NOISE * USUAL
-    far = run("infer", folder / "far.npy", "--bundle", folder / "bundle", "--json", folder / "far.json")
+    far = output_of("infer", folder / "far.npy", "--bundle", folder / "bundle", "--json", folder / "far.json")
     assert json.loads((folder / "far.json").read_text())["error_bound"] is None
     assert "error bound none: outside of the calibrated ranges" in far
     assert "Outside of the ranges that calibration data showed" in far
 
 
 def test_estimate_counts_a_deep_block_and_needs_the_servers_weights(folder: Path, tmp_path: Path) -> None:
-    said = run("estimate", folder / "bundle", "--json", tmp_path / "estimate.json")
+    said = output_of("estimate", folder / "bundle", "--json", tmp_path / "estimate.json")
     assert "deep 0" in said
     assert "scratch files" in said
     figures = json.loads((tmp_path / "estimate.json").read_text())
@@ -164,24 +151,25 @@ def test_estimate_counts_a_deep_block_and_needs_the_servers_weights(folder: Path
     assert (figures["bytes_up"], figures["bytes_down"]) == (deep["bytes_up"], deep["bytes_down"])
     assert 0 < figures["server_s"] < figures["total_s"]
     (tmp_path / "plan.json").write_bytes((folder / "bundle" / "plan.json").read_bytes())
-    with pytest.raises(InputError, match="what deep blocks take follows from the server's weights"):
-        run("estimate", tmp_path)
+    assert "what deep blocks take follows from the server's weights" in refusal("estimate", tmp_path)
 
 
 def test_partition_refuses_what_does_not_go_together(folder: Path, tmp_path: Path) -> None:
     model, bundle = folder / "model.onnx", tmp_path / "bundle"
-    with pytest.raises(typer.BadParameter, match="--calibration"):
-        run("partition", model, "-o", bundle, "--block-depth", "1")
-    with pytest.raises(typer.BadParameter, match="positive number or all"):
-        partition(folder, "0", bundle)
+    usage = inside("partition", model, "-o", bundle, "--block-depth", "1")
+    assert usage.code == 2
+    assert "--calibration" in usage.err
+    usage = inside(*partition_words(folder, "0", bundle))
+    assert usage.code == 2
+    assert "positive number or all" in usage.err
     np.savez(tmp_path / "short.npz", x=np.zeros((9, 5), np.float32))
-    with pytest.raises(InputError, match=r"\(9, 5\)"):
-        run("partition", model, "-o", bundle, "--block-depth", "1", "--calibration", tmp_path / "short.npz")
+    reason = refusal("partition", model, "-o", bundle, "--block-depth", "1", "--calibration", tmp_path / "short.npz")
+    assert "(9, 5)" in reason
     assert not bundle.exists()
 
 
 def study(folder: Path, output: Path, *options: object) -> tuple[dict[str, Any], str]:
-    said = run(
+    said = output_of(
         "study", "block-depth", folder / "model.onnx", "--data", folder / "test.npz", "--calibration",
         folder / "train.npz", "-o", output, *options,
     )  # fmt: skip
@@ -229,6 +217,6 @@ def test_study_under_encryption_measures_what_the_simulation_says(folder: Path) 
 
 def test_exact_bundle_has_no_deep_figures(tmp_path: Path) -> None:
     model, bundle = dense_model(tmp_path / "dense.onnx"), tmp_path / "bundle"
-    said = run("partition", model, "-o", bundle, "--json", tmp_path / "figures.json")
+    said = output_of("partition", model, "-o", bundle, "--json", tmp_path / "figures.json")
     assert json.loads((tmp_path / "figures.json").read_text())["deep"] == []
     assert "Deep blocks" not in said

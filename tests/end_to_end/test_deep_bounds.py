@@ -5,25 +5,22 @@ Server and node are in this process where ciphertexts are looked at, and process
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnxruntime
 import pytest
-import typer
 from numpy.typing import NDArray
 from onnx import helper
 
-from heinfer.cli import evaluating, inferring, partitioning
 from heinfer.client.report import INNER_VALUES
 from heinfer.plan import NodeBundle, ServerBundle, load_node, load_server
 from heinfer.server.polynomial.evaluator import DeepEvaluator
 from heinfer.server.polynomial.resources import DeepResources
+from tests.parties import output_of
 from tests.small_models import save_model
 from trusted_node.deep import DeepContext
 from trusted_node.results import BlockResult, finish_deep
@@ -32,17 +29,6 @@ from trusted_node.statistics import QueryStatistics
 SAMPLES = 40
 #: Largest bound, as a part of what the outputs span, and largest error, as a part of the bound, that are of use.
 USEFUL, VACUOUS = 1e-2, 1e-3
-APP = typer.Typer(pretty_exceptions_enable=False)
-for commands in (evaluating, inferring, partitioning):
-    commands.register(APP)
-
-
-def run(*words: object) -> str:
-    """Run `heinfer ...`; return what it prints."""
-    said = io.StringIO()
-    with redirect_stdout(said):
-        APP([str(word) for word in words], standalone_mode=False)
-    return said.getvalue()
 
 
 def square(source: str, target: str) -> object:
@@ -122,7 +108,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     np.savez(folder / "train.npz", x=rng.uniform(-1, 1, (2000, 1, 6, 6)).astype(np.float32))
     x = rng.uniform(-1, 1, (SAMPLES, 1, 6, 6)).astype(np.float32)
     np.savez(folder / "test.npz", x=x)
-    said = run(
+    said = output_of(
         "partition", model, "-o", folder / "bundle", "--block-depth", "all", "--calibration", folder / "train.npz"
     )
     assert "exact" in said
@@ -153,7 +139,7 @@ def test_infer_states_the_bound_of_the_model_itself(case: Case) -> None:
     far = case.x[:3].copy()
     far[1] *= 9
     np.save(folder / "query.npy", far)
-    said = run("infer", folder / "query.npy", "--bundle", bundle, "--json", folder / "answer.json")
+    said = output_of("infer", folder / "query.npy", "--bundle", bundle, "--json", folder / "answer.json")
     answer = json.loads((folder / "answer.json").read_text())
     error = np.abs(np.array(answer["output"]) - case.y[:3])[[0, 2]]
     assert 0 < error.max() < answer["error_bound"] < USEFUL * np.ptp(case.y)
@@ -166,7 +152,7 @@ def test_infer_states_the_bound_of_the_model_itself(case: Case) -> None:
 
 def test_evaluate_states_the_bound_of_the_model_itself(case: Case) -> None:
     folder, bundle = case.folder, case.folder / "bundle"
-    said = run("evaluate", bundle, "--data", folder / "test.npz", "--simulate", "--json", folder / "report.json")
+    said = output_of("evaluate", bundle, "--data", folder / "test.npz", "--simulate", "--json", folder / "report.json")
     report = json.loads((folder / "report.json").read_text())
     (block,) = report["blocks"]
     assert 0 < report["max_abs_error"] < report["error_bound"] < USEFUL * np.ptp(case.y)
@@ -185,7 +171,7 @@ def test_a_sample_outside_of_the_calibrated_ranges_has_no_bound(case: Case) -> N
     np.savez(case.folder / "far.npz", x=x)
     figures, page = case.folder / "far.json", case.folder / "far.html"
     options = ("--simulate", "--json", figures, "--html", page)
-    said = run("evaluate", case.folder / "bundle", "--data", case.folder / "far.npz", *options)
+    said = output_of("evaluate", case.folder / "bundle", "--data", case.folder / "far.npz", *options)
     report = json.loads(figures.read_text())
     assert report["unbounded"] == report["blocks"][0]["unbounded"] == 1
     assert report["error_bound_condition"] == report["blocks"][0]["error_bound_condition"] == INNER_VALUES

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from heinfer.errors import ParameterError
 from heinfer.ring.parameters import (
+    COEFFICIENT_BYTES,
     ROW_SUM_LIMIT,
     SECURITY_TABLE,
     WEIGHT_LIMIT,
@@ -31,7 +32,7 @@ def test_default_every_degree_is_the_prime_of_seal(degree: int) -> None:
 def test_default_degree_2048_has_the_documented_modulus() -> None:
     parameters = RingParameters.default()
     assert (parameters.degree, parameters.modulus) == (2048, 1125899906826241)
-    assert (parameters.modulus_bits, parameters.security_bits, parameters.coefficient_bytes) == (50, 128, 6.25)
+    assert (parameters.modulus_bits, parameters.security_bits, COEFFICIENT_BYTES) == (50, 128, 6.25)
 
 
 def test_parameters_are_immutable() -> None:
