@@ -119,6 +119,11 @@ def constant(value: ir.Value | None) -> NDArray[Any] | None:
     return value.const_value.numpy()
 
 
+def real_values(array: NDArray[Any]) -> NDArray[Any]:
+    """Return a constant as numbers to compute with: float32 and float64 as they are, for copies may be gigabytes."""
+    return array if array.dtype in (np.float32, np.float64) else array.astype(np.float64)
+
+
 def add_initialiser(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
     """Add a float32 constant to a model; return its value."""
     value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(ir.DataType.FLOAT))

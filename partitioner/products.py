@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from string import ascii_letters
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -30,6 +31,7 @@ from partitioner.lowering import (
     constant,
     numbered,
     operand,
+    real_values,
     reshape,
     shift,
     take,
@@ -63,7 +65,7 @@ class Contraction:
         return groups, rows, inputs, outputs
 
 
-def contract(builder: Builder, value: int, weights: Floats, form: Contraction) -> int:
+def contract(builder: Builder, value: int, weights: NDArray[Any], form: Contraction) -> int:
     """Append the product of a value with weights; return the number of the result."""
     groups, rows, inputs, outputs = form.letters()
     sizes = dict(zip(form.activation, builder.shapes[value], strict=True))
@@ -87,7 +89,7 @@ def contract(builder: Builder, value: int, weights: Floats, form: Contraction) -
     return transpose(builder, made, [made_letters.index(c) for c in form.result])
 
 
-def _grouped(builder: Builder, value: int, matrices: Floats) -> int:
+def _grouped(builder: Builder, value: int, matrices: NDArray[Any]) -> int:
     """(groups, rows, inputs) times (groups, inputs, outputs), as a grouped convolution whose channels are inputs."""
     groups, rows, inputs = builder.shapes[value]
     outputs = matrices.shape[2]
@@ -113,11 +115,11 @@ def lower_matmul(node: ir.Node, context: Context) -> Lowered:
     if form is None:
         return context.refuse(node, f"a constant of shape {weights.shape} has weights of its own for every sample")
     contraction, matrix_shape, value_shape = form
-    matrix = weights.reshape(matrix_shape)
+    matrix = real_values(weights.reshape(matrix_shape))
 
     def emit(builder: Builder, values: Sequence[int]) -> int:
         value = reshape(builder, values[0], value_shape)
-        made = contract(builder, value, matrix.astype(np.float64), contraction)
+        made = contract(builder, value, matrix, contraction)
         return reshape(builder, made, target)
 
     return Lowered(Placement.WEIGHTED, (operand(node, position),), emit)
@@ -173,7 +175,7 @@ def lower_gemm(node: ir.Node, context: Context) -> Lowered:
         return ON_NODE
     if source is None or target is None or len(source) != 1 or node.attributes.get_int("transA"):
         return context.refuse(node, NOT_LEADING)
-    matrix = weights.T if node.attributes.get_int("transB") else weights
+    matrix = real_values(weights.T if node.attributes.get_int("transB") else weights)
     alpha = node.attributes.get_float("alpha", 1.0)
     added = node.inputs[2] if len(node.inputs) > 2 else None
     bias = constant(added)
@@ -184,7 +186,9 @@ def lower_gemm(node: ir.Node, context: Context) -> Lowered:
     beta = node.attributes.get_float("beta", 1.0)
 
     def emit(builder: Builder, values: Sequence[int]) -> int:
-        result = builder.add(MatMul(values[0], builder.array(alpha * matrix.astype(np.float64)), target))
+        result = builder.add(
+            MatMul(values[0], builder.array(matrix if alpha == 1 else alpha * matrix.astype(np.float64)), target)
+        )
         return shift(builder, result, None if bias is None else beta * bias.astype(np.float64).reshape(-1))
 
     return Lowered(Placement.WEIGHTED, (operand(node, 0),), emit)

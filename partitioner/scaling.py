@@ -13,15 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.operators import Program, ScaleConflictError, analyse
+from heinfer.operators.plain import output_rows, row_tiles
 from heinfer.operators.program import Arrays, digit_name
 from heinfer.operators.steps import WEIGHTED, Conv, MatMul, Rescale, Scale, Step, Sum, Take, sources_of
-from heinfer.ring import WEIGHT_BITS, RingParameters, RowNorms, input_scale, split_digits, weight_scale
+from heinfer.ring import WEIGHT_BITS, Digit, RingParameters, RowNorms, input_scale, split_digits, weight_scale
 
 Floats = NDArray[np.float64]
 
@@ -87,20 +89,41 @@ def _quantise(program: Program, arrays: Arrays, largest: Mapping[str, Floats], d
     maps = {s.indices: arrays[s.indices] for s in program.steps if isinstance(s, Take) and s.indices is not None}
     factors = {s.values: np.asarray(arrays[s.values], np.float64) for s in program.steps if isinstance(s, Rescale)}
     split = {
-        s.weights: split_digits(arrays[s.weights], _aligned(s, scales[s.weights]), digits, bits)
+        s.weights: _Split(s, arrays[s.weights], _aligned(s, scales[s.weights]), digits, bits)
         for s in program.steps
         if isinstance(s, WEIGHTED)
     }
     server, norms = dict(maps), []
     for digit in range(digits):
-        integers = {name: found[digit].integers for name, found in split.items()}
-        rests = {name: found[digit].rest for name, found in split.items()}
+        integers = {name: found.integers[digit] for name, found in split.items()}
+        rests = {name: partial(found.rest, digit) for name, found in split.items()}
         finer = {name: scale * 2.0 ** (bits * digit) for name, scale in scales.items()}
         analysed = analyse(program, {**maps, **integers}, finer, factors, rests)
         norms.append(analysed if digit == digits - 1 else [_exact(n) for n in analysed])
         server.update({digit_name(name, digit): array for name, array in integers.items()})
     row_sum = max(float(np.max(n.l1, initial=0.0)) for outputs in norms for n in outputs)
     return Quantised(server, tuple(zip(*norms, strict=True)), round(row_sum), digits, bits)
+
+
+class _Split:
+    """Weights in digits. What a digit leaves is made again where it is needed: it is four times what digits take."""
+
+    def __init__(
+        self, step: Conv | MatMul | Scale, weights: NDArray[Any], scale: Floats, digits: int, bits: int
+    ) -> None:
+        self._step, self._weights, self._scale, self._bits = step, weights, scale, bits
+        self.integers = [np.empty(weights.shape, np.int16) for _ in range(digits)]
+        for rows in row_tiles(step, weights):
+            for integers, digit in zip(self.integers, self._split(rows, digits), strict=True):
+                output_rows(step, integers, rows)[...] = digit.integers
+
+    def rest(self, digit: int, rows: slice) -> Floats:
+        """Return `Digit.rest` of some output rows."""
+        return self._split(rows, digit + 1)[digit].rest
+
+    def _split(self, rows: slice, digits: int) -> list[Digit]:
+        scale = self._scale if isinstance(self._step, Scale) else self._scale[rows]
+        return split_digits(output_rows(self._step, self._weights, rows), scale, digits, self._bits)
 
 
 def _exact(norms: RowNorms) -> RowNorms:
@@ -116,14 +139,16 @@ def _aligned(step: Conv | MatMul | Scale, scale: Floats) -> Floats:
 
 def _largest(step: Conv | MatMul | Scale, weights: NDArray[Any]) -> Floats:
     """Return the largest |weight| of every output row: channel of Conv, column of MatMul, element of Scale."""
-    absolute = np.abs(np.asarray(weights, np.float64))
+    axes: tuple[int, ...]
     match step:
         case Conv():
-            return np.asarray(absolute.max(axis=(1, 2, 3)))
+            axes = (1, 2, 3)
         case MatMul():
-            return np.asarray(absolute.max(axis=0))
+            axes = (0,)
         case Scale():
-            return absolute
+            axes = ()
+    above, below = (np.asarray(reduce(weights, axis=axes, initial=0), np.float64) for reduce in (np.max, np.min))
+    return np.maximum(above, -below)
 
 
 def _tied(program: Program, largest: Mapping[str, Floats]) -> dict[str, Floats]:

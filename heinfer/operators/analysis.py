@@ -8,7 +8,7 @@ prepared mode padding in front of the weights is uploaded, and carries noise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.errors import HeinferError
-from heinfer.operators.plain import evaluate_step, take, windows
+from heinfer.operators.plain import evaluate_step, output_rows, row_tiles, take, windows
 from heinfer.operators.program import Program
 from heinfer.operators.steps import Conv, MatMul, Rescale, Scale, Shift, Step, Sum, Take, WindowSum, sources_of
 from heinfer.ring.bounds import RowNorms
 
 Floats = NDArray[np.float64]
+#: What rounding did to the weights of some output rows (`heinfer.operators.plain.output_rows`).
+Rest = Callable[[slice], Floats]
 
 
 class ScaleConflictError(HeinferError):
@@ -71,7 +73,7 @@ def analyse(
     integers: Mapping[str, NDArray[Any]],
     scales: Mapping[str, Floats],
     factors: Mapping[str, Floats],
-    rests: Mapping[str, Floats] | None = None,
+    rests: Mapping[str, Rest] | None = None,
 ) -> list[RowNorms]:
     """Return the norms of every output of a full program.
 
@@ -81,8 +83,8 @@ def analyse(
         scales: weight scale of every weighted step by its weights' name: per output channel for `Conv`, per column for
             `MatMul`, per element for `Scale`.
         factors: values of `Rescale` steps.
-        rests: what rounding did to every weight, at its scale; > 0 where the weight is not 0 (`Digit.rest`). None: a
-            half for each.
+        rests: give what rounding did to every weight of some rows, at its scale; > 0 where the weight is not 0
+            (`Digit.rest`). None: a half for each.
 
     Raises:
         ScaleConflictError: values of different scales are added.
@@ -110,13 +112,12 @@ def _advance(
     integers: Mapping[str, NDArray[Any]],
     scales: Mapping[str, Floats],
     factors: Mapping[str, Floats],
-    rests: Mapping[str, Floats] | None,
+    rests: Mapping[str, Rest] | None,
 ) -> _Rows:
     match step:
         case Conv() | MatMul() | Scale():
-            weights = integers[step.weights]
-            rest = np.full(weights.shape, 0.5) if rests is None else rests[step.weights]
-            return _weigh(step, sources[0], weights, rest, scales[step.weights])
+            rest = None if rests is None else rests[step.weights]
+            return _weigh(step, sources[0], integers[step.weights], rest, scales[step.weights])
         case Take():
             return _move(step, sources, integers[step.indices] if step.indices else None)
         case Sum():
@@ -129,18 +130,45 @@ def _advance(
             return sources[0]
 
 
-def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], rest: Floats, scale: Floats) -> _Rows:
-    """Apply weights, and what is left of them, to norms."""
+def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], rest: Rest | None, scale: Floats) -> _Rows:
+    """Apply weights, and what is left of them, to norms; some rows at a time: as float64 weights may be gigabytes."""
+    norms: tuple[list[Floats], ...] = [], [], [], []
+    distinct = rows.distinct
+    for tile in row_tiles(step, weights):
+        part = output_rows(step, weights, tile)
+        left = np.full(part.shape, 0.5) if rest is None else rest(tile)
+        for found, made in zip(norms, _weigh_rows(_narrowed(step, part), rows, part, left, distinct), strict=True):
+            found.append(made)
+    axis = -1 if isinstance(step, MatMul) else 1
+    l1, l2, rounding, input_rounding = (np.concatenate(found, axis=axis) for found in norms)
+    shaped = scale.reshape(-1, 1, 1) if isinstance(step, Conv) else scale
+    return _Rows(np.broadcast_to(shaped, step.shape)[None].copy(), l1, l2, rounding, input_rounding)
+
+
+def _narrowed(step: Conv | MatMul | Scale, weights: NDArray[Any]) -> Conv | MatMul | Scale:
+    """Return a step with the outputs of some of its weights."""
+    match step:
+        case Conv():
+            return replace(step, source=0, shape=(weights.shape[0], *step.shape[1:]))
+        case MatMul():
+            return replace(step, source=0, shape=(*step.shape[:-1], weights.shape[1]))
+        case Scale():
+            return replace(step, source=0)
+
+
+def _weigh_rows(
+    step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], rest: Floats, distinct: bool
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return l1, l2, rounding and input rounding of the outputs of some weights."""
     absolute = np.abs(weights.astype(np.float64))
 
     def apply(array: Floats, x: Floats) -> Floats:
-        local = replace(step, source=0)
+        local = step
         if isinstance(local, Conv) and x.shape[1] > 1 and np.array_equal(x, np.broadcast_to(x[:, :1], x.shape)):
             # Channels that are alike, as those of an input are, can be one: a large layer takes little longer.
             local, array, x = replace(local, group=1), array.sum(axis=1, keepdims=True), x[:, :1]
         return evaluate_step(local, {step.weights: array}, [x])
 
-    distinct = rows.distinct
     if rows.origin is not None:
         l1 = _reduced(step, absolute, np.add)
     else:  # sums in front of the weights; what meets zeros and padding meets noise alone
@@ -148,10 +176,9 @@ def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], rest
         l1 -= apply(absolute, rows.live.astype(np.float64))
     l2 = np.sqrt(_reduced(step, absolute**2, np.add)) if distinct else l1
     rounding = apply(rest, rows.l1)
-    shaped = scale.reshape(-1, 1, 1) if isinstance(step, Conv) else scale
     # Copies of one input may meet several of a row's weights, at worst all.
     input_rounding = _reduced(step, rest, np.maximum) if distinct else rounding
-    return _Rows(np.broadcast_to(shaped, step.shape)[None].copy(), l1, l2, rounding, input_rounding)
+    return l1, l2, rounding, input_rounding
 
 
 def _reduced(step: Conv | MatMul | Scale, weights: Floats, combine: np.ufunc) -> Floats:

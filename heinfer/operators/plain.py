@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -14,6 +15,8 @@ from heinfer.operators.program import Arrays, Program
 from heinfer.operators.steps import Conv, MatMul, Rescale, Scale, Shift, Step, Sum, Take, Window, WindowSum
 
 Floats = NDArray[np.float64]
+#: Weights that are made float64 at a time: all of a large layer would be twice the bytes of the model.
+TILE_WEIGHTS = 2**22
 
 
 def evaluate_plain(program: Program, arrays: Arrays, inputs: Sequence[Floats]) -> list[Floats]:
@@ -43,8 +46,7 @@ def evaluate_step(step: Step, arrays: Arrays, values: Sequence[Floats]) -> Float
         case Conv():
             return convolve(values[step.source], array(step.weights), step)
         case MatMul():
-            product: Floats = np.matmul(values[step.source], array(step.weights))
-            return product
+            return _multiply(values[step.source], arrays[step.weights])
         case Scale():
             return values[step.source] * array(step.weights)
         case Take():
@@ -58,6 +60,30 @@ def evaluate_step(step: Step, arrays: Arrays, values: Sequence[Floats]) -> Float
             return values[step.source] + array(step.values)
         case Rescale():
             return values[step.source] * array(step.values)
+
+
+def row_tiles(step: Conv | MatMul | Scale, weights: NDArray[Any]) -> list[slice]:
+    """Return slices of a step's output rows (`output_rows`) that have about `TILE_WEIGHTS` weights each."""
+    if isinstance(step, Scale) or (isinstance(step, Conv) and step.group > 1):
+        return [slice(None)]
+    count = weights.shape[1] if isinstance(step, MatMul) else weights.shape[0]
+    rows = max(1, TILE_WEIGHTS * count // max(1, weights.size))
+    return [slice(first, min(first + rows, count)) for first in range(0, max(1, count), rows)]
+
+
+def output_rows(step: Conv | MatMul | Scale, weights: NDArray[Any], rows: slice) -> NDArray[Any]:
+    """Return a view of the weights that lead to some outputs: channels of Conv, columns of MatMul, all of Scale."""
+    return weights[:, rows] if isinstance(step, MatMul) else weights[rows] if isinstance(step, Conv) else weights
+
+
+def _multiply(x: Floats, weights: NDArray[Any]) -> Floats:
+    """Return x @ weights, whose columns become float64 in tiles."""
+    result = np.empty((*x.shape[:-1], weights.shape[1]))
+    columns = max(1, TILE_WEIGHTS // max(1, weights.shape[0]))
+    for first in range(0, weights.shape[1], columns):
+        part = np.asarray(weights[:, first : first + columns], np.float64)
+        result[..., first : first + columns] = x @ part
+    return result
 
 
 def take(sources: Sequence[Floats], indices: NDArray[np.int32] | None, step: Take, fill: float) -> Floats:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heinfer.errors import ParameterError
 from heinfer.operators.movements import by_tiles, scale_elements
+from heinfer.operators.plain import TILE_WEIGHTS
 from heinfer.operators.planes import reach_of
 from heinfer.operators.program import Arrays, Program
 from heinfer.operators.steps import Conv, MatMul, Scale, Shape, Step, Sum, Take, Window, WindowSum
@@ -89,8 +91,7 @@ def transpose_steps(
             case Conv():
                 add(step.source, _convolution(step, arrays, shapes[step.source], part, parameters))
             case MatMul():
-                matrix = ModularMatrix(arrays[step.weights], parameters)
-                add(step.source, matrix.multiply(part.reshape(-1, step.shape[-1]).T).T)
+                add(step.source, _product(arrays[step.weights], part.reshape(-1, step.shape[-1]).T, parameters))
             case Scale():
                 weights = checked_weights(arrays[step.weights].reshape(-1, 1))[:, 0]
                 add(step.source, by_tiles(part.reshape(1, -1), part.size, scale_elements, weights, modulus))
@@ -107,6 +108,16 @@ def transpose_steps(
             case _:
                 raise ParameterError(f"a {step.kind} belongs to the node, found in a server's program")
     return [gathered.get(number, np.zeros(shape, np.int64)) for number, shape in enumerate(inputs)]
+
+
+def _product(weights: NDArray[Any], part: Residues, parameters: RingParameters) -> Residues:
+    """Return (weights @ part).T; weights become float64 in tiles of rows, for they may be gigabytes as such."""
+    made = np.empty((part.shape[1], weights.shape[0]), np.int64)
+    rows = max(1, TILE_WEIGHTS // max(1, weights.shape[1]))
+    for first in range(0, weights.shape[0], rows):
+        matrix = ModularMatrix(weights[first : first + rows], parameters)
+        made[:, first : first + rows] = matrix.multiply(part).T
+    return made
 
 
 def _convolution(step: Conv, arrays: Arrays, source: Shape, part: Residues, parameters: RingParameters) -> Residues:
