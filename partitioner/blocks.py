@@ -108,9 +108,12 @@ def build_block(
 
 
 def _terms(biases: Sequence[NDArray[np.float64]], quantised: Quantised) -> tuple[OutputTerms, ...]:
-    """Return what the node knows of every output and digit; a bias is added once, with the first digit."""
+    """Return what the node knows of every output and digit; a bias is added once, with the first digit.
+
+    It is made small at once: for planes, norms of every element are several times what the weights take.
+    """
     return tuple(
-        OutputTerms(bias[0] if digit == 0 else np.zeros_like(bias[0]), norms)
+        OutputTerms(bias[0] if digit == 0 else np.zeros_like(bias[0]), norms).compact()
         for bias, digits in zip(biases, quantised.norms, strict=True)
         for digit, norms in enumerate(digits)
     )

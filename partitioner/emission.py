@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from heinfer.cards import CARD_FILE, find_card
+from heinfer.cards import CARD_FILE
 from heinfer.errors import Offence, UnsupportedModelError
 from heinfer.plan import Digests, ModelInfo, NodeStep, OutputTerms, Plan, Reference, RingInfo, RoundStep, TensorSpec
 from heinfer.plan.bundle import (
@@ -50,16 +50,17 @@ class Draft:
     plan: Plan
     blocks: tuple[BuiltBlock, ...]
     submodels: Mapping[str, bytes]
+    card: Mapping[str, Any] | None = None
     deep: tuple[BuiltDeep, ...] = ()
 
-    def reference(self, content: bytes) -> Reference:
-        """Return the original model and every block with its real weights."""
+    def reference(self, original: bytes = b"") -> Reference:
+        """Return the original model, where it is given, and every block with its real weights."""
         arrays = {name: array for built in self.blocks for name, array in built.real.items()}
         for built in self.deep:
             arrays.update(built.arrays)
         arrays.update(self.deep_terms())
         return Reference(
-            content, tuple(built.full for built in self.blocks), arrays, tuple(built.terms for built in self.deep)
+            original, tuple(built.full for built in self.blocks), arrays, tuple(built.terms for built in self.deep)
         )
 
     def deep_terms(self) -> dict[str, NDArray[Any]]:
@@ -109,15 +110,15 @@ def draft(
         blocks=tuple(built.block for built in blocks),
         digests=Digests(_NO_DIGEST, _NO_DIGEST),
     )
-    return Draft(plan, tuple(blocks), submodels)
+    return Draft(plan, tuple(blocks), submodels, imported.card)
 
 
-def emit(result: Draft, content: bytes, target: Path, reference: bool, batch_hints: bool = False) -> Plan:
+def emit(result: Draft, original: NDArray[np.uint8], target: Path, reference: bool, batch_hints: bool = False) -> Plan:
     """Write the bundle; return the plan with its digests.
 
     Args:
         result: the partitioned model.
-        content: the original model.
+        original: the original model, serialised.
         target: folder to write.
         reference: whether to write reference/.
         batch_hints: whether to make hints for batches.
@@ -137,7 +138,7 @@ def emit(result: Draft, content: bytes, target: Path, reference: bool, batch_hin
         write_arrays(node / SCALES_FILE, terms)
         for name, model in result.submodels.items():
             (node / name).write_bytes(model)
-        _write_card(node / CARD_FILE, content)
+        _write_card(node / CARD_FILE, result.card)
         plan = Plan(
             **{
                 name: getattr(result.plan, name)
@@ -150,21 +151,20 @@ def emit(result: Draft, content: bytes, target: Path, reference: bool, batch_hin
         _, plan_hash = read_plan(node)
         write_hints(node, plan, plan_hash, integers, batch_hints)
         write_checks(node, plan, plan_hash, integers)
-        _write_card(work / CARD_FILE, content)
+        _write_card(work / CARD_FILE, result.card)
         if reference:
-            _write_reference(work / "reference", result.reference(content))
+            _write_reference(work / "reference", result.reference(), original)
     return plan
 
 
-def _write_card(path: Path, content: bytes) -> None:
-    card = find_card(onnx.load_model_from_string(content).metadata_props)
+def _write_card(path: Path, card: Mapping[str, Any] | None) -> None:
     if card is not None:
         path.write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
 
 
-def _write_reference(folder: Path, reference: Reference) -> None:
+def _write_reference(folder: Path, reference: Reference, original: NDArray[np.uint8]) -> None:
     folder.mkdir()
-    (folder / MODEL_FILE).write_bytes(reference.model)
+    (folder / MODEL_FILE).write_bytes(original.data)
     (folder / BLOCKS_FILE).write_bytes(PROGRAMS.dump_json(reference.programs))
     write_arrays(folder / BLOCK_ARRAYS_FILE, reference.arrays)
 

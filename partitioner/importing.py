@@ -15,16 +15,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import google.protobuf.message
+import numpy as np
 import onnx
 import onnx.inliner
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
+from numpy.typing import NDArray
 
+from heinfer.cards import find_card
 from heinfer.errors import Offence, UnsupportedModelError
 from heinfer.operators.steps import LARGEST_VALUE
 from partitioner.conversion import STANDARD_DOMAINS, convert
+from partitioner.scratch import Scratch, put_weights
 from partitioner.shapes import check_consistency
 from partitioner.simplification import simplify
 from partitioner.tensors import check_tensors
@@ -41,30 +46,34 @@ class Imported:
 
     Attributes:
         name: file name without its ending, or the folder's name for a file called model.onnx.
-        content: the original, serialised, weights included.
-        model: the graph that the passes work on.
+        original: the original, serialised, weights included: bytes on disk, shape (size,).
+        model: the graph that the passes work on; large constants are on disk as well.
         results: names of the model's results, in order.
+        card: the original's card, None where it has none.
     """
 
     name: str
-    content: bytes
+    original: NDArray[np.uint8]
     model: ir.Model
     results: tuple[str, ...]
+    card: Mapping[str, Any] | None = None
 
     @property
     def sha256(self) -> str:
         """Digest of the original."""
-        return hashlib.sha256(self.content).hexdigest()
+        return hashlib.sha256(self.original.data).hexdigest()
 
 
-def import_model(path: Path, dimensions: Mapping[str, int] | None = None) -> Imported:
+def import_model(path: Path, dimensions: Mapping[str, int] | None = None, scratch: Path | None = None) -> Imported:
     """Read, check, convert, inline, fix all sizes and simplify a model.
 
     Args:
         path: ONNX file.
         dimensions: sizes of symbolic axes other than the batch, by the names that the model's inputs give them.
+        scratch: folder for what is kept on disk meanwhile; None: where the system has temporary files.
 
     Raises:
+        PlanError: the weights find no room on disk.
         UnsupportedModelError: not ONNX, or something in it that is never taken (control flow, custom domains, training
             mode, a fixed batch size above 1, axes that stay dynamic), or it has no dimension of a name in `dimensions`.
     """
@@ -74,8 +83,16 @@ def import_model(path: Path, dimensions: Mapping[str, int] | None = None) -> Imp
     except (ValueError, google.protobuf.message.EncodeError) as error:
         raise UnsupportedModelError(f"{path}: models above 2 GiB are not supported yet") from error
     _refuse(proto, content)
+    disk = Scratch(scratch)
+    original = disk.keep(np.frombuffer(content, np.uint8))
+    del content
+    card, results = find_card(proto.metadata_props), tuple(value.name for value in proto.graph.output)
     _fix_sizes(proto, dimensions or {})
+    weights = disk.take_weights(proto)
+    if weights:
+        proto = onnx.ModelProto.FromString(proto.SerializeToString())  # the old one's memory still has the weights
     model = _parse(convert(_inline(proto)))
+    put_weights(model, weights)
     # Below version 4 an initialiser has to be an input as well, which the passes undo.
     model.ir_version = max(model.ir_version, IR_VERSION)
     common_passes.InlinePass()(model)
@@ -84,7 +101,7 @@ def import_model(path: Path, dimensions: Mapping[str, int] | None = None) -> Imp
     check_consistency(model)
     simplify(model)
     name = path.stem if path.stem != "model" else path.resolve().parent.name
-    return Imported(name, content, model, tuple(value.name for value in proto.graph.output))
+    return Imported(name, original, model, results, card)
 
 
 def given_dimensions(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

@@ -98,10 +98,12 @@ def partition(
         raise ParameterError(f"precision: expected a finite error bound above 0, such as 1e-5, found {precision}")
     parameters = parameters or RingParameters.default()
     pins = Pins(tuple(on_node), tuple(on_server))
-    imported, result, difference = partition_in_memory(Path(model), parameters, dimensions, pins, precision)
+    imported, result, difference = partition_in_memory(
+        Path(model), parameters, dimensions, pins, precision, Path(output).absolute().parent
+    )
     if deep is not None:
-        result = deepen(result, imported.content, deep)
-    plan = emit(result, imported.content, Path(output), reference, batch_hints)
+        result = deepen(result, deep)
+    plan = emit(result, imported.original, Path(output), reference, batch_hints)
     return Partition(plan, Path(output), difference, tuple(a for built in result.deep for a in built.activations))
 
 
@@ -111,12 +113,13 @@ def partition_in_memory(
     dimensions: Mapping[str, int] | None = None,
     pins: Pins | None = None,
     precision: float | None = None,
+    scratch: Path | None = None,
 ) -> tuple[Imported, Draft, float]:
-    """Run all passes but the last, which writes."""
-    placed = prepare(model, parameters, dimensions, pins, precision)
+    """Run all passes but the last, which writes; `scratch` is the folder that holds weights meanwhile."""
+    placed = prepare(model, parameters, dimensions, pins, precision, scratch)
     check_precision([built.block for built in placed.blocks], precision)
     result = draft(placed.imported, placed.groups, placed.blocks, placed.shapes, parameters, placed.reasons)
-    return placed.imported, result, verify(result, placed.imported.content)
+    return placed.imported, result, verify(result, placed.imported.original)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +147,11 @@ def prepare(
     dimensions: Mapping[str, int] | None = None,
     pins: Pins | None = None,
     precision: float | None = None,
+    scratch: Path | None = None,
 ) -> Placed:
     """Import a model, place its operators and build its blocks."""
     pins = pins or Pins()
-    imported = import_model(model, dimensions)
+    imported = import_model(model, dimensions, scratch)
     fuse_normalisations(imported.model)
     rewrite_composites(imported.model)
     simplify(imported.model)

@@ -22,29 +22,21 @@ SAMPLES = 3
 TOLERANCE = 1e-4
 
 
-def verify(result: Draft, content: bytes) -> float:
-    """Compare; return the largest difference relative to the largest value.
+def verify(result: Draft, model: NDArray[np.uint8]) -> float:
+    """Compare with the original model, serialised; return the largest difference relative to the largest value.
 
     Raises:
         UnsupportedModelError: the outputs differ, or one of the two does not run.
     """
     inputs = _random_inputs(result.plan)
     try:
-        original = open_original(content)
-        names = [o.name for o in original.get_outputs()]
-        expected = [
-            np.concatenate(parts)
-            for parts in zip(
-                *(original.run(names, {n: x[i : i + 1] for n, x in inputs.items()}) for i in range(SAMPLES)),
-                strict=True,
-            )
-        ]
+        expected = _run_original(model, inputs)
     except Exception as error:  # whatever onnxruntime or numpy find wrong with the model
         raise UnsupportedModelError(
             f"the model does not run under onnxruntime, one sample at a time: {error}"
         ) from error
     try:
-        found = _run_plain(result, content, inputs)
+        found = _run_plain(result, inputs)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -87,9 +79,17 @@ def _random_inputs(plan: Plan) -> dict[str, NDArray[Any]]:
     return inputs
 
 
-def _run_plain(result: Draft, content: bytes, inputs: Tensors) -> dict[str, NDArray[Any]]:
+def _run_original(model: NDArray[np.uint8], inputs: Tensors) -> list[NDArray[Any]]:
+    """Return every output of the original, run sample by sample; its session is gone then."""
+    original = open_original(model.tobytes())
+    names = [o.name for o in original.get_outputs()]
+    runs = [original.run(names, {n: x[i : i + 1] for n, x in inputs.items()}) for i in range(SAMPLES)]
+    return [np.concatenate(parts) for parts in zip(*runs, strict=True)]
+
+
+def _run_plain(result: Draft, inputs: Tensors) -> dict[str, NDArray[Any]]:
     try:
         runner = PlanRunner(result.plan, result.submodels)
     except PlanError as error:
         raise UnsupportedModelError(f"a sub-model does not load: {error}") from error
-    return runner.run(inputs, plain_rounds(result.plan, result.reference(content)))
+    return runner.run(inputs, plain_rounds(result.plan, result.reference()))

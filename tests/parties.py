@@ -189,11 +189,11 @@ class Process:
 
 
 @contextmanager
-def start(errors: Path, *arguments: str) -> Iterator[Process]:
+def start(errors: Path, *arguments: str, command: Sequence[str] = COMMAND) -> Iterator[Process]:
     """Run `heinfer [options] serve|node ...` until the block ends; it has said where it listens."""
     with errors.open("wb") as sink:
         process = subprocess.Popen(
-            [*COMMAND, *arguments, "--with-parent"],
+            [*command, *arguments, "--with-parent"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, env=child_environment(), cwd=REPOSITORY,
         )  # fmt: skip
     assert process.stdin is not None

@@ -141,7 +141,7 @@ def _reference_of(model: Path, plan: Plan) -> Reference:
         raise PlanError(
             f"{model} is not the model of this bundle ({plan.model.name}, sha256 {plan.model.sha256[:16]}...)"
         )
-    return draft.reference(imported.content)
+    return draft.reference(imported.original.tobytes())
 
 
 def show(report: Report) -> None:

@@ -77,6 +77,16 @@ class OutputTerms:
     bias: NDArray[np.float64]
     norms: RowNorms
 
+    def compact(self) -> OutputTerms:
+        """Return the same with length 1 where an axis is constant.
+
+        Upper bounds may be coarser: they are the largest along every axis on which the scale is constant.
+        """
+        scale = _squeeze(self.norms.scale)
+        axes = tuple(axis for axis, length in enumerate(scale.shape) if length == 1)
+        largest = (getattr(self.norms, name).max(axis=axes, keepdims=True, initial=0.0) for name in _NORMS[1:])
+        return OutputTerms(_squeeze(self.bias), RowNorms(scale, *largest))
+
 
 @dataclass(frozen=True, slots=True)
 class NodeBundle:
@@ -209,13 +219,11 @@ def load_reference(bundle: Path, plan: Plan) -> Reference:
 
 def pack_terms(index: int, position: int, terms: OutputTerms) -> dict[str, NDArray[np.float64]]:
     """Return the arrays of one output of a block's program, as `load_node` finds them; constant axes have length 1."""
-    prefix = f"{index}.{position}."
-    scale = _squeeze(terms.norms.scale)
-    arrays = {prefix + "bias": _squeeze(terms.bias), prefix + "scale": scale}
-    axes = tuple(axis for axis, length in enumerate(scale.shape) if length == 1)
-    for name in _NORMS[1:]:  # upper bounds may be coarser: the largest along every axis on which the scale is constant
-        arrays[prefix + name] = getattr(terms.norms, name).max(axis=axes, keepdims=True, initial=0.0)
-    return arrays
+    small = terms.compact()
+    return {
+        f"{index}.{position}.bias": small.bias,
+        **{f"{index}.{position}.{name}": getattr(small.norms, name) for name in _NORMS},
+    }
 
 
 def _read_terms(arrays: Mapping[str, NDArray[Any]], index: int, position: int, shape: tuple[int, ...]) -> OutputTerms:

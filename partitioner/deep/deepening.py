@@ -59,12 +59,11 @@ class DeepOptions:
             raise ParameterError(f"block depth: expected a positive number or 'all', found {self.depth}")
 
 
-def deepen(result: Draft, content: bytes, options: DeepOptions) -> Draft:
+def deepen(result: Draft, options: DeepOptions) -> Draft:
     """Join blocks.
 
     Args:
         result: the partitioned model.
-        content: the original model.
         options: how far, and on which data.
 
     Raises:
@@ -73,36 +72,34 @@ def deepen(result: Draft, content: bytes, options: DeepOptions) -> Draft:
     """
     known: dict[str, LinearMap] = {}
     segments = _find(result, options.depth, known)
-    exact = _run_exactly(result, content, options, segments)
+    exact = _run_exactly(result, options, segments)
     try:
         built = _build(segments, exact, options.fit)
     except TooDeepError as error:
         smaller = range(max(s.block.depth for s in segments) - 1, 0, -1)
-        fitting = next((d for d in smaller if _fits(result, content, options, d, known)), None)
+        fitting = next((d for d in smaller if _fits(result, options, d, known)), None)
         remedy = "use a smaller degree" if fitting is None else f"use --block-depth {fitting} or a smaller degree"
         summary = str(error).partition("\n")[0]
         raise UnsupportedModelError(summary, [*error.offences, Offence("block", "remedy", remedy)]) from error
     joined = _join(result, segments, built)
-    return _calibrate(joined, content, options.calibration, exact)
+    return _calibrate(joined, options.calibration, exact)
 
 
-def _run_exactly(
-    result: Draft, content: bytes, options: DeepOptions, segments: Sequence[Segment]
-) -> dict[str, NDArray[Any]]:
+def _run_exactly(result: Draft, options: DeepOptions, segments: Sequence[Segment]) -> dict[str, NDArray[Any]]:
     """Return what blocks read and make of calibration data in the exact model."""
     wanted = [tensor for s in segments for tensor in (*s.block.inputs, *s.block.results)]
-    return _run(result, content, options.calibration, wanted)
+    return _run(result, options.calibration, wanted)
 
 
 def _build(segments: Sequence[Segment], exact: Mapping[str, NDArray[Any]], fit: FitOptions) -> list[BuiltDeep]:
     return [build_deep(str(number), s.block, exact, fit, list(s.block.results)) for number, s in enumerate(segments)]
 
 
-def _fits(result: Draft, content: bytes, options: DeepOptions, depth: int, known: dict[str, LinearMap]) -> bool:
+def _fits(result: Draft, options: DeepOptions, depth: int, known: dict[str, LinearMap]) -> bool:
     """Whether all blocks of a depth can be built; it is tried, since they begin and end elsewhere than others do."""
     try:
         segments = _find(result, depth, known)
-        _build(segments, _run_exactly(result, content, options, segments), options.fit)
+        _build(segments, _run_exactly(result, options, segments), options.fit)
     except UnsupportedModelError:
         return False
     return True
@@ -144,19 +141,17 @@ def _join(result: Draft, segments: Sequence[Segment], built: Sequence[BuiltDeep]
         result.plan, steps=tuple(steps), blocks=tuple(b.block for b in blocks), deep=tuple(d.block for d in built)
     )
     submodels = {name: model for name, model in result.submodels.items() if name in models}
-    return Draft(plan, blocks, submodels, tuple(built))
+    return Draft(plan, blocks, submodels, result.card, tuple(built))
 
 
-def _calibrate(
-    result: Draft, content: bytes, calibration: Mapping[str, NDArray[Any]], exact: Mapping[str, NDArray[Any]]
-) -> Draft:
+def _calibrate(result: Draft, calibration: Mapping[str, NDArray[Any]], exact: Mapping[str, NDArray[Any]]) -> Draft:
     """Fit gain and offset of every channel of every output, block after block, to what the exact model gives there.
 
     Where all activations so far are the model's own, nothing is wrong that a gain could mend.
     """
     built = list(result.deep)
     plan = result.plan
-    exactly = plain_rounds(plan, result.reference(content))
+    exactly = plain_rounds(plan, result.reference())
 
     def run_round(step: RoundStep | DeepStep, tensors: Tensors) -> Tensors:
         if isinstance(step, RoundStep):
@@ -257,11 +252,9 @@ def _check_all(result: Draft, positions: Sequence[int]) -> None:
         )
 
 
-def _run(
-    result: Draft, content: bytes, calibration: Mapping[str, NDArray[Any]], wanted: Sequence[str]
-) -> dict[str, NDArray[Any]]:
+def _run(result: Draft, calibration: Mapping[str, NDArray[Any]], wanted: Sequence[str]) -> dict[str, NDArray[Any]]:
     """Run the exact model on calibration data; return the wanted tensors."""
-    evaluate = plain_rounds(result.plan, result.reference(content))
+    evaluate = plain_rounds(result.plan, result.reference())
     names = set(wanted)
     found: dict[str, NDArray[Any]] = {}
 

@@ -122,7 +122,7 @@ def follow_weights(path: Path, parameters: RingParameters) -> Draft:
         if found.on_server:
             blocks.append(build_block(len(blocks), found, lowered, sides, shapes, parameters, reasons))
     result = draft(imported, groups, blocks, shapes, parameters, reasons)
-    verify(result, imported.content)
+    verify(result, imported.original)
     return result
 
 

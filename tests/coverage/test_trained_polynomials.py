@@ -45,13 +45,13 @@ def test_partition_finds_trained_polynomials_exactly(degree: int, tmp_path: Path
     model = export_network(freeze(network), (1, 10, 10))
     onnx.save_model(model, tmp_path / "model.onnx")
 
-    imported, draft, _ = partition_in_memory(tmp_path / "model.onnx", RingParameters.default())
+    _, draft, _ = partition_in_memory(tmp_path / "model.onnx", RingParameters.default())
     calibration: dict[str, Any] = {"image": images[:200].numpy()}
-    deep = deepen(draft, imported.content, DeepOptions("all", calibration))
+    deep = deepen(draft, DeepOptions("all", calibration))
     (block,) = deep.deep
     assert [(a.degree, a.exact) for a in block.activations] == [(degree, True)] * 2
     inputs = images[200:].numpy()
     runner = PlanRunner(deep.plan, deep.submodels)
-    found = runner.run({"image": inputs}, plain_rounds(deep.plan, deep.reference(imported.content)))["logits"]
+    found = runner.run({"image": inputs}, plain_rounds(deep.plan, deep.reference()))["logits"]
     expected = run_model(model, inputs)
     assert np.abs(found - expected).max() < RELATIVE_ERROR * np.abs(expected).max()

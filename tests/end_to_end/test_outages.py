@@ -7,6 +7,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -506,22 +508,45 @@ def test_peer_that_dribbles_is_given_up(dense_bundle: Path, pool: WatchedPool, d
         engine.infer({"x": x})
 
 
-def test_sigterm_ends_a_server_with_0_and_a_second_one_at_once(dense_bundle: Path, tmp_path: Path) -> None:
+#: A server whose evaluation of a block takes a minute, and says when it has begun.
+SLOW_SERVER = """
+import sys, time
+from heinfer.cli.main import main
+from heinfer.server.evaluation import BlockEvaluator
+
+def evaluate(self, block, residues):
+    print("evaluating", file=sys.stderr, flush=True)
+    time.sleep(60)
+
+BlockEvaluator.evaluate = evaluate
+main()
+"""
+
+
+def test_sigterm_ends_a_server_with_0_and_a_second_one_at_once(
+    dense_bundle: Path, pool: WatchedPool, tmp_path: Path
+) -> None:
     serve = ("serve", str(dense_bundle / "server"), "--listen", "127.0.0.1:0", "--grace", "30s")
     with start(tmp_path / "first", *serve) as role:
         role.process.send_signal(signal.SIGTERM)
         assert role.process.wait(20) == 0
         assert "Traceback" not in role.said()
-    with start(tmp_path / "second", *serve) as role:
-        address = parse_address(role.address)
-        with socket.create_connection((address.host, address.port)) as raw:
-            raw.sendall(b"heinfer")  # somebody in the middle of a message holds the server up for its grace
-            time.sleep(0.3)
-            role.process.send_signal(signal.SIGTERM)
-            time.sleep(0.5)
-            assert role.process.poll() is None
-            role.process.send_signal(signal.SIGTERM)
-            assert role.process.wait(20) == -signal.SIGTERM
+    with (
+        start(tmp_path / "second", *serve, command=(sys.executable, "-c", SLOW_SERVER)) as role,
+        replicated(dense_bundle, pool, [parse_address(role.address)], Limits(retry_s=0.0)) as engine,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        query = thread.submit(engine.infer, {"x": X})
+        until = time.monotonic() + 20
+        while "evaluating" not in role.said() and time.monotonic() < until:
+            time.sleep(0.02)
+        role.process.send_signal(signal.SIGTERM)  # an answer that is being made holds the server up for its grace
+        with pytest.raises(subprocess.TimeoutExpired):
+            role.process.wait(0.5)
+        role.process.send_signal(signal.SIGTERM)
+        assert role.process.wait(20) == -signal.SIGTERM
+        with pytest.raises(RemoteProtocolError):
+            query.result(20)
 
 
 def test_node_starts_with_one_of_two_servers_says_so_and_ends_with_0(dense_bundle: Path, tmp_path: Path) -> None:

@@ -75,13 +75,12 @@ def deepened(
 ) -> tuple[Draft, float]:
     """Return the deepened model, and how far it is from the exact one on calibration data, as a part of the largest."""
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
-    imported, draft, _ = partition_in_memory(tmp_path / "model.onnx", RingParameters.default())
+    _, draft, _ = partition_in_memory(tmp_path / "model.onnx", RingParameters.default())
     rng = np.random.default_rng(0)
     data = {t.name: rng.normal(size=(SAMPLES, *t.shape)).astype(np.float32) for t in draft.plan.inputs}
-    made = deepen(draft, imported.content, DeepOptions(depth, data, FitOptions(degree)))
+    made = deepen(draft, DeepOptions(depth, data, FitOptions(degree)))
     exact, found = (
-        PlanRunner(d.plan, d.submodels).run(data, plain_rounds(d.plan, d.reference(imported.content)))
-        for d in (draft, made)
+        PlanRunner(d.plan, d.submodels).run(data, plain_rounds(d.plan, d.reference())) for d in (draft, made)
     )
     return made, max(float(np.abs(found[name] - exact[name]).max() / np.abs(exact[name]).max()) for name in exact)
 

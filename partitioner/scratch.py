@@ -1,0 +1,119 @@
+"""Large constants on disk while a model is partitioned: what nobody reads takes no memory.
+
+    requires  a folder with room for the model's weights
+    ensures   arrays over a file without a name, which is gone when they are, whatever becomes of the process
+
+A model of 144 million weights is 575 MB in float32. Read, parsed, converted and serialised it would be in memory four
+times; mapped, its pages are the system's to drop and to read again.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx import TensorProto, numpy_helper
+
+from heinfer.errors import PlanError
+
+#: Constants of so many bytes are kept on disk.
+LARGE_BYTES = 2**20
+#: Bytes of one call: the system writes 2 GiB at most.
+_WRITTEN = 2**28
+#: Types of the format that are the same in memory and that numpy has.
+_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16)
+
+
+class Scratch:
+    """A file that arrays are moved into, in its folder or where the system has temporary files.
+
+    Args:
+        folder: where; the closest one above it that is there.
+
+    Raises:
+        PlanError: nothing can be written there.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        while folder is not None and not folder.is_dir() and folder != folder.parent:
+            folder = folder.parent
+        self._folder = folder or Path(tempfile.gettempdir())
+        try:
+            self._descriptor, name = tempfile.mkstemp(prefix=".heinfer-", dir=self._folder)
+            os.unlink(name)
+        except OSError as error:
+            raise self._failure(error) from error
+        weakref.finalize(self, os.close, self._descriptor)  # mappings have descriptors of their own
+        self._size = 0
+
+    def keep(self, data: NDArray[Any]) -> NDArray[Any]:
+        """Write an array; return it as a read-only one over the file.
+
+        Raises:
+            PlanError: the disk is full.
+        """
+        size = data.nbytes
+        if not size:
+            return data
+        start = self._size + -self._size % mmap.ALLOCATIONGRANULARITY
+        view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+        written = 0
+        try:
+            while written < size:
+                written += os.pwrite(self._descriptor, view[written : written + _WRITTEN], start + written)
+        except OSError as error:
+            raise self._failure(error) from error
+        self._size = start + size
+        mapped = mmap.mmap(self._descriptor, size, prot=mmap.PROT_READ, offset=start)
+        return np.frombuffer(mapped, data.dtype).reshape(data.shape)
+
+    def take_weights(self, proto: onnx.ModelProto) -> dict[str, NDArray[Any]]:
+        """Move a model's large initialisers here, and leave inputs in their place.
+
+        Returns:
+            What was moved, by name.
+
+        Raises:
+            PlanError: the disk is full.
+        """
+        graph = proto.graph
+        taken: dict[str, NDArray[Any]] = {}
+        left: list[TensorProto] = []
+        for tensor in graph.initializer:
+            if tensor.data_type in _TYPES and len(tensor.raw_data) >= LARGE_BYTES and tensor.name not in taken:
+                taken[tensor.name] = self.keep(numpy_helper.to_array(tensor))
+            else:
+                left.append(tensor)
+        inputs = {value.name for value in graph.input}
+        graph.input.extend(
+            onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+            for name, array in taken.items()
+            if name not in inputs
+        )
+        del graph.initializer[:]
+        graph.initializer.extend(left)
+        return taken
+
+    def _failure(self, error: OSError) -> PlanError:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "it needs room for the model's weights" if full else "partitioning keeps the model's weights there"
+        return PlanError(f"can't write to {self._folder}: {error.strerror}; {remedy}")
+
+
+def put_weights(model: ir.Model, weights: Mapping[str, NDArray[Any]]) -> None:
+    """Make constants of the inputs that `Scratch.take_weights` has left."""
+    inputs = {value.name: value for value in model.graph.inputs}
+    for name, array in weights.items():
+        value = inputs[name]
+        value.const_value = ir.Tensor(array, name=name)
+        model.graph.initializers[name] = value
