@@ -35,47 +35,49 @@ _TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16)
 
 
 class Scratch:
-    """A file that arrays are moved into, in its folder or where the system has temporary files.
+    """A file that large arrays are moved into; it is made when the first one comes.
 
     Args:
-        folder: where; the closest one above it that is there.
-
-    Raises:
-        PlanError: nothing can be written there.
+        folder: where, or the closest one above it that is there; None: where the system has temporary files.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         while folder is not None and not folder.is_dir() and folder != folder.parent:
             folder = folder.parent
         self._folder = folder or Path(tempfile.gettempdir())
-        try:
-            self._descriptor, name = tempfile.mkstemp(prefix=".heinfer-", dir=self._folder)
-            os.unlink(name)
-        except OSError as error:
-            raise self._failure(error) from error
-        weakref.finalize(self, os.close, self._descriptor)  # mappings have descriptors of their own
+        self._descriptor: int | None = None
         self._size = 0
 
     def keep(self, data: NDArray[Any]) -> NDArray[Any]:
-        """Write an array; return it as a read-only one over the file.
+        """Write a large array; return it as a read-only one over the file. A small one stays as it is.
 
         Raises:
-            PlanError: the disk is full.
+            PlanError: the disk is full, or nothing can be written there.
         """
         size = data.nbytes
-        if not size:
+        if size < LARGE_BYTES:
             return data
         start = self._size + -self._size % mmap.ALLOCATIONGRANULARITY
         view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
         written = 0
         try:
+            descriptor = self._open()
             while written < size:
-                written += os.pwrite(self._descriptor, view[written : written + _WRITTEN], start + written)
+                written += os.pwrite(descriptor, view[written : written + _WRITTEN], start + written)
         except OSError as error:
-            raise self._failure(error) from error
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            remedy = "it needs room for the model's weights" if full else "the model's weights are kept there meanwhile"
+            raise PlanError(f"can't write to {self._folder}: {error.strerror}; {remedy}") from error
         self._size = start + size
-        mapped = mmap.mmap(self._descriptor, size, prot=mmap.PROT_READ, offset=start)
+        mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ, offset=start)
         return np.frombuffer(mapped, data.dtype).reshape(data.shape)
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            self._descriptor, name = tempfile.mkstemp(prefix=".heinfer-", dir=self._folder)
+            weakref.finalize(self, os.close, self._descriptor)  # mappings have descriptors of their own
+            os.unlink(name)
+        return self._descriptor
 
     def take_weights(self, proto: onnx.ModelProto) -> dict[str, NDArray[Any]]:
         """Move a model's large initialisers here, and leave inputs in their place.
@@ -84,7 +86,7 @@ class Scratch:
             What was moved, by name.
 
         Raises:
-            PlanError: the disk is full.
+            PlanError: as `keep`.
         """
         graph = proto.graph
         taken: dict[str, NDArray[Any]] = {}
@@ -103,11 +105,6 @@ class Scratch:
         del graph.initializer[:]
         graph.initializer.extend(left)
         return taken
-
-    def _failure(self, error: OSError) -> PlanError:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "it needs room for the model's weights" if full else "partitioning keeps the model's weights there"
-        return PlanError(f"can't write to {self._folder}: {error.strerror}; {remedy}")
 
 
 def put_weights(model: ir.Model, weights: Mapping[str, NDArray[Any]]) -> None:

@@ -17,6 +17,7 @@ def save_model(
     inputs: dict[str, Sequence[int]],
     outputs: dict[str, Sequence[int]],
     constants: dict[str, np.ndarray],
+    opset: int = 21,
 ) -> Path:
     """Write a float32 model with a symbolic batch axis; shapes exclude that axis."""
 
@@ -30,7 +31,7 @@ def save_model(
         values(outputs),
         [numpy_helper.from_array(array, name) for name, array in constants.items()],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
     onnx.checker.check_model(model)
     onnx.save(model, path)
     return path
@@ -57,6 +58,12 @@ def dense_model(path: Path, seed: int = 1) -> Path:
         {"y": [2]},
         _weights("first", first, rng.normal(size=4)) | _weights("second", rng.normal(size=(2, 4)), rng.normal(size=2)),
     )
+
+
+def product_model(path: Path, weights: np.ndarray, opset: int = 21) -> Path:
+    """x (inputs) -> Gemm -> y (outputs), weights of shape (outputs, inputs)."""
+    shapes = {"x": [weights.shape[1]]}, {"y": [weights.shape[0]]}
+    return save_model(path, [_gemm("only", "x", "y")], *shapes, _weights("only", weights), opset)
 
 
 def tanh_model(path: Path, activations: int = 2, seed: int = 1, soft: bool = False) -> Path:

@@ -18,6 +18,7 @@ from heinfer.client import LocalModel
 from heinfer.plan import load_node, load_server
 from heinfer.processes import child_environment
 from tests.parties import COMMAND, REPOSITORY, refusal
+from tests.small_models import product_model
 
 MODEL = REPOSITORY / "models" / "released" / "mnist_lenet5" / "model.onnx"
 
@@ -51,6 +52,15 @@ def test_partition_onto_a_full_disk_leaves_the_bundle_that_was_there(
     assert reason == f"heinfer: can't write {bundle}: File too large; what was there is left as it was"
     assert contents(bundle) == before
     assert os.listdir(tmp_path) == ["bundle"]
+
+
+def test_partition_of_a_large_model_onto_a_full_disk_says_what_needs_the_room(tmp_path: Path) -> None:
+    model = product_model(tmp_path / "model.onnx", np.ones((800, 800)))
+    done = run_limited(100_000, "partition", model, "-o", tmp_path / "bundle")
+    assert done.returncode == 1
+    (reason,) = done.stderr.strip().splitlines()
+    assert reason == f"heinfer: can't write to {tmp_path}: File too large; it needs room for the model's weights"
+    assert os.listdir(tmp_path) == ["model.onnx"]
 
 
 def test_rotation_onto_a_full_disk_leaves_the_hints_that_were_there(lenet_bundle: Path, tmp_path: Path) -> None:
