@@ -11,7 +11,7 @@ at the sizes that the caller gives. `partitioner.batching` frees the batch again
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -82,15 +82,16 @@ def import_model(path: Path, dimensions: Mapping[str, int] | None = None, scratc
         content = proto.SerializeToString()
     except (ValueError, google.protobuf.message.EncodeError) as error:
         raise UnsupportedModelError(f"{path}: models above 2 GiB are not supported yet") from error
-    _refuse(proto, content)
+    _refuse(proto)
     disk = Scratch(scratch)
     original = disk.keep(np.frombuffer(content, np.uint8))
     del content
-    card, results = find_card(proto.metadata_props), tuple(value.name for value in proto.graph.output)
-    _fix_sizes(proto, dimensions or {})
     weights = disk.take_weights(proto)
     if weights:
         proto = onnx.ModelProto.FromString(proto.SerializeToString())  # the old one's memory still has the weights
+    _check(proto)
+    card, results = find_card(proto.metadata_props), tuple(value.name for value in proto.graph.output)
+    _fix_sizes([value for value in _inputs(proto) if value.name not in weights], proto, dimensions or {})
     model = _parse(convert(_inline(proto)))
     put_weights(model, weights)
     # Below version 4 an initialiser has to be an input as well, which the passes undo.
@@ -141,7 +142,7 @@ def _read(path: Path) -> onnx.ModelProto:
     return proto
 
 
-def _refuse(proto: onnx.ModelProto, content: bytes) -> None:
+def _refuse(proto: onnx.ModelProto) -> None:
     """Refuse what is never taken, all of it at once, before the checker stops at the first."""
     local = {(f.domain, f.name) for f in proto.functions}
     offences = []
@@ -160,8 +161,12 @@ def _refuse(proto: onnx.ModelProto, content: bytes) -> None:
     offences = check_tensors(proto)
     if offences:
         raise UnsupportedModelError(f"{len(offences)} constants are malformed:", offences)
+
+
+def _check(proto: onnx.ModelProto) -> None:
+    """Let onnx check a model."""
     try:
-        onnx.checker.check_model(content)
+        onnx.checker.check_model(proto.SerializeToString())
     except (onnx.checker.ValidationError, UnicodeDecodeError) as error:
         raise UnsupportedModelError(f"onnx refuses the model: {str(error).strip().splitlines()[0]}") from error
 
@@ -171,9 +176,8 @@ def _inputs(proto: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
     return [value for value in proto.graph.input if value.name not in initialisers]
 
 
-def _fix_sizes(proto: onnx.ModelProto, dimensions: Mapping[str, int]) -> None:
+def _fix_sizes(inputs: Sequence[onnx.ValueInfoProto], proto: onnx.ModelProto, dimensions: Mapping[str, int]) -> None:
     """Give every input a batch of 1 and the sizes in `dimensions`; forget all shapes that depended on these."""
-    inputs = _inputs(proto)
     if not inputs:
         raise UnsupportedModelError("the model has no inputs")
     _refuse_dimensions(inputs, dimensions)

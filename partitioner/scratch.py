@@ -14,6 +14,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class Scratch:
         return self._descriptor
 
     def take_weights(self, proto: onnx.ModelProto) -> dict[str, NDArray[Any]]:
-        """Move a model's large initialisers here, and leave inputs in their place.
+        """Move a model's large initialisers here, and leave inputs in their place; they must fit their data.
 
         Returns:
             What was moved, by name.
@@ -91,8 +92,9 @@ class Scratch:
         graph = proto.graph
         taken: dict[str, NDArray[Any]] = {}
         left: list[TensorProto] = []
+        names = Counter(tensor.name for tensor in graph.initializer)  # two of one name are left to the checker
         for tensor in graph.initializer:
-            if tensor.data_type in _TYPES and len(tensor.raw_data) >= LARGE_BYTES and tensor.name not in taken:
+            if tensor.data_type in _TYPES and len(tensor.raw_data) >= LARGE_BYTES and names[tensor.name] == 1:
                 taken[tensor.name] = self.keep(numpy_helper.to_array(tensor))
             else:
                 left.append(tensor)

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
+from heinfer.errors import UnsupportedModelError
 from heinfer.operators import plain, transposed
 from heinfer.operators.program import Program
 from heinfer.operators.steps import Conv, MatMul, Window
@@ -82,6 +84,14 @@ def test_import_keeps_large_constants_on_disk(tmp_path: Path, opset: int) -> Non
     assert not found.flags.writeable, "it is a copy in memory"
     assert [v.name for v in model.model.graph.inputs] == ["x"]
     assert model.original.tobytes() == (tmp_path / "model.onnx").read_bytes()
+
+
+def test_large_constants_of_one_name_are_refused(tmp_path: Path) -> None:
+    model = onnx.load(product_model(tmp_path / "model.onnx", np.ones((512, 1024))))
+    model.graph.initializer.append(model.graph.initializer[0])
+    onnx.save(model, tmp_path / "twice.onnx")
+    with pytest.raises(UnsupportedModelError, match=r"only\.w"):
+        import_model(tmp_path / "twice.onnx")
 
 
 def test_partition_of_a_wide_layer_takes_a_few_times_its_bytes(tmp_path: Path) -> None:
