@@ -32,7 +32,7 @@ from partitioner.conversion import STANDARD_DOMAINS, convert
 from partitioner.scratch import Scratch, put_weights
 from partitioner.shapes import check_consistency
 from partitioner.simplification import simplify
-from partitioner.tensors import check_tensors
+from partitioner.tensors import check_tensors, uses_external_data
 
 #: The first version of the file format that may hold `partitioner.conversion.OPSET`.
 IR_VERSION = 10
@@ -77,11 +77,7 @@ def import_model(path: Path, dimensions: Mapping[str, int] | None = None, scratc
         UnsupportedModelError: not ONNX, or something in it that is never taken (control flow, custom domains, training
             mode, a fixed batch size above 1, axes that stay dynamic), or it has no dimension of a name in `dimensions`.
     """
-    proto = _read(path)
-    try:
-        content = proto.SerializeToString()
-    except (ValueError, google.protobuf.message.EncodeError) as error:
-        raise UnsupportedModelError(f"{path}: models above 2 GiB are not supported yet") from error
+    proto, content = _read(path)
     _refuse(proto)
     disk = Scratch(scratch)
     original = disk.keep(np.frombuffer(content, np.uint8))
@@ -117,15 +113,20 @@ def given_dimensions(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     """
     return {
         dim.dim_param: size
-        for value in _inputs(_read(path))
+        for value in _inputs(_read(path)[0])
         for dim, size in zip(value.type.tensor_type.shape.dim[1:], shapes.get(value.name, ()), strict=False)
         if dim.dim_param
     }
 
 
-def _read(path: Path) -> onnx.ModelProto:
+def _read(path: Path) -> tuple[onnx.ModelProto, bytes]:
+    """Return a model, and its file's bytes; where its data lie in other files, the bytes with these inside."""
     try:
-        proto = onnx.load_model(path, format="protobuf")  # whatever the name's ending
+        content = path.read_bytes()
+        proto = onnx.ModelProto.FromString(content)
+        if uses_external_data(proto):
+            onnx.load_external_data_for_model(proto, str(path.parent))
+            content = _serialised(path, proto)
     except FileNotFoundError as error:
         raise UnsupportedModelError(f"{error.filename or path} does not exist") from error
     except (
@@ -139,7 +140,14 @@ def _read(path: Path) -> onnx.ModelProto:
         raise UnsupportedModelError(f"{path} is not an ONNX model, or it is truncated: {error}") from error
     if not proto.graph.node or not proto.opset_import:
         raise UnsupportedModelError(f"{path} is not an ONNX model, or it is truncated: it has no operators")
-    return proto
+    return proto, content
+
+
+def _serialised(path: Path, proto: onnx.ModelProto) -> bytes:
+    try:
+        return proto.SerializeToString()
+    except (ValueError, google.protobuf.message.EncodeError) as error:
+        raise UnsupportedModelError(f"{path}: models above 2 GiB are not supported yet") from error
 
 
 def _refuse(proto: onnx.ModelProto) -> None:

@@ -26,6 +26,11 @@ def check_tensors(proto: onnx.ModelProto) -> list[Offence]:
     return offences
 
 
+def uses_external_data(proto: onnx.ModelProto) -> bool:
+    """Return whether data of a model lie in other files."""
+    return any(tensor.data_location == TensorProto.EXTERNAL for _, tensor in _tensors(proto))
+
+
 def _tensors(proto: onnx.ModelProto) -> Iterator[tuple[str, TensorProto]]:
     """Yield all dense constants, each with a name for those that have none."""
     yield from (("initializer", tensor) for tensor in proto.graph.initializer)
