@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from heinfer.cli.screen import BundleArgument, JsonOption, ModeOption, duration, out, progress, size, table, write_json
+from heinfer.cli.signing import TrustedKeyOption
 from heinfer.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from heinfer.plan.deep_work import DeepWork
     from heinfer.plan.forecast import Forecast
     from heinfer.plan.machine import Link, Machine
+    from heinfer.plan.signing import TrustedKeys
 
 
 def register(app: typer.Typer) -> None:
@@ -35,16 +37,19 @@ def estimate_command(
     rtt: Annotated[
         str | None, typer.Option("--rtt", metavar="TIME", help="Round trip between node and server: 200us, 1ms.")
     ] = None,
+    trusted_key: TrustedKeyOption = None,
     json: JsonOption = None,
 ) -> None:
     """Forecast time, bytes, rounds and memory of a query, without running it."""
     from heinfer.plan import read_bundle_plan
     from heinfer.plan.machine import Link, parse_bandwidth, parse_duration, read_machine
+    from heinfer.plan.signing import read_trusted_keys
 
     link = Link(None if bandwidth is None else parse_bandwidth(bandwidth), 0.0 if rtt is None else parse_duration(rtt))
-    plan = read_bundle_plan(bundle)
+    trusted = read_trusted_keys(trusted_key or ())
+    plan = read_bundle_plan(bundle, trusted)
     machine, source = read_machine()
-    found = _fastest(plan, bundle, mode, batch, machine, link, _count_deep(plan, bundle, machine.cores))
+    found = _fastest(plan, bundle, mode, batch, machine, link, _count_deep(plan, bundle, machine.cores, trusted))
     disk = {party: _folder_bytes(bundle / party) for party in ("node", "server")}
     basis = describe_machine(machine, source)
     _show(plan, found, disk, basis)
@@ -95,7 +100,7 @@ def describe_machine(machine: Machine, source: Path | None) -> str:
     return f"Constants measured on {machine.name}, {cores} ({source})"
 
 
-def _count_deep(plan: Plan, bundle: Path, cores: int) -> list[DeepWork]:
+def _count_deep(plan: Plan, bundle: Path, cores: int, trusted: TrustedKeys | None) -> list[DeepWork]:
     """Count what an upload of every deep block takes, from the server's arrays.
 
     Raises:
@@ -115,7 +120,7 @@ def _count_deep(plan: Plan, bundle: Path, cores: int) -> list[DeepWork]:
     from heinfer.plan.work import CHUNK_BYTES
     from heinfer.server.polynomial.counting import linear_work
 
-    arrays = load_server(folder).arrays
+    arrays = load_server(folder, trusted).arrays
     return [deep_work(block, linear_work(block, arrays, cores), CHUNK_BYTES) for block in plan.deep]
 
 

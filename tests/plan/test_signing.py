@@ -353,6 +353,7 @@ def test_commands_sign_show_and_refuse(dense_bundle: Path, tmp_path: Path) -> No
     assert f"Signed by {fingerprint(raw)}" in run("inspect", folder, *wrong, "--trusted-key", public)
     for arguments in (
         ("inspect", folder),
+        ("estimate", folder),
         ("serve", folder / "server"),
         ("node", folder / "node", "--server", "127.0.0.1:1"),
         ("evaluate", folder, "--data", tmp_path / "absent.npz"),
