@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 import heinfer
 from heinfer.client.environment import machine_name
+from heinfer.client.local import read_memory
 from heinfer.plan import read_bundle_plan
 from heinfer.plan.execution import open_session
 from heinfer.plan.files import HINTS_FILE
@@ -56,8 +58,9 @@ def partition(model: Path, bundle: Path) -> dict[str, Any]:
     process = subprocess.Popen(command, env=child_environment(), stdout=subprocess.DEVNULL)
     peak_bytes = anonymous_bytes = 0
     while process.poll() is None:
-        peak_bytes = max(peak_bytes, memory(process.pid, "VmHWM"))  # wait4's is that of this process before exec
-        anonymous_bytes = max(anonymous_bytes, memory(process.pid, "RssAnon"))
+        with suppress(OSError):  # it has ended meanwhile
+            peak_bytes = max(peak_bytes, read_memory(process.pid, "VmHWM"))  # wait4's is this process's before exec
+            anonymous_bytes = max(anonymous_bytes, read_memory(process.pid, "RssAnon"))
         time.sleep(POLL_S)
     if process.returncode:
         raise SystemExit(f"heinfer partition {model} failed")
@@ -73,15 +76,6 @@ def partition(model: Path, bundle: Path) -> dict[str, Any]:
         "node_bytes": _size(bundle / "node"),
         "bundle_bytes": _size(bundle),
     }
-
-
-def memory(pid: int, field: str) -> int:
-    """Return a field of a process's status in bytes, 0 where the process has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
 
 
 def query(model: bytes, logits: str, sample: NDArray[Any], bundle: Path) -> dict[str, Any]:
@@ -105,7 +99,7 @@ def query(model: bytes, logits: str, sample: NDArray[Any], bundle: Path) -> dict
             online.append(time.perf_counter() - started)
             found.append(answer.statistics)
         peaks = {role.name: role.peak_memory_bytes() for role in served.roles}
-        anonymous = {role.name: memory(role.pid, "RssAnon") for role in served.roles}
+        afterwards = {role.name: read_memory(role.pid, "RssAnon") for role in served.roles}
         start_s = served.start_s
     got = answer.outputs[logits]
     blocks = found[-1]["blocks"]
@@ -126,7 +120,7 @@ def query(model: bytes, logits: str, sample: NDArray[Any], bundle: Path) -> dict
         "relative_error": float(np.max(np.abs(got - want)) / np.max(np.abs(want))),
         "same_top_1": bool(np.array_equal(np.argmax(got, axis=-1), np.argmax(want, axis=-1))),
         "peak_memory_bytes": peaks,
-        "anonymous_bytes": anonymous,
+        "anonymous_bytes_afterwards": afterwards,
     }
 
 

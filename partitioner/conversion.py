@@ -20,6 +20,7 @@ from onnx import numpy_helper, version_converter
 
 from heinfer.errors import UnsupportedModelError
 from partitioner.shapes import DATA_LIMIT
+from partitioner.tensors import put_inputs
 
 #: Models of older opsets are converted to this one; newer ones are taken as they are.
 OPSET = 21
@@ -63,17 +64,8 @@ def convert(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 def _take_weights(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
     """Leave inputs in place of large constants, which onnx would copy several times; return these."""
-    graph = proto.graph
-    inputs = {value.name for value in graph.input}
-    weights = [tensor for tensor in graph.initializer if prod(tensor.dims) > DATA_LIMIT]
-    small = [tensor for tensor in graph.initializer if prod(tensor.dims) <= DATA_LIMIT]
-    graph.input.extend(
-        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-        for tensor in weights
-        if tensor.name not in inputs
-    )
-    del graph.initializer[:]
-    graph.initializer.extend(small)
+    weights = [tensor for tensor in proto.graph.initializer if prod(tensor.dims) > DATA_LIMIT]
+    put_inputs(proto.graph, {tensor.name: (tensor.data_type, tensor.dims) for tensor in weights})
     return weights
 
 

@@ -11,7 +11,7 @@ at the sizes that the caller gives. `partitioner.batching` frees the batch again
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,10 +29,10 @@ from heinfer.cards import find_card
 from heinfer.errors import Offence, UnsupportedModelError
 from heinfer.operators.steps import LARGEST_VALUE
 from partitioner.conversion import STANDARD_DOMAINS, convert
-from partitioner.scratch import Scratch, put_weights
+from partitioner.scratch import Scratch, leave_inputs, put_weights
 from partitioner.shapes import check_consistency
 from partitioner.simplification import simplify
-from partitioner.tensors import check_tensors, uses_external_data
+from partitioner.tensors import check_tensors, has_text, uses_external_data
 
 #: The first version of the file format that may hold `partitioner.conversion.OPSET`.
 IR_VERSION = 10
@@ -46,8 +46,8 @@ class Imported:
 
     Attributes:
         name: file name without its ending, or the folder's name for a file called model.onnx.
-        original: the original, serialised, weights included: bytes on disk, shape (size,).
-        model: the graph that the passes work on; large constants are on disk as well.
+        original: the original, serialised, weights included: bytes, shape (size,), on disk if they are many.
+        model: the graph that the passes work on; large floating-point initialisers are on disk as well.
         results: names of the model's results, in order.
         card: the original's card, None where it has none.
     """
@@ -87,7 +87,8 @@ def import_model(path: Path, dimensions: Mapping[str, int] | None = None, scratc
         proto = onnx.ModelProto.FromString(proto.SerializeToString())  # the old one's memory still has the weights
     _check(proto)
     card, results = find_card(proto.metadata_props), tuple(value.name for value in proto.graph.output)
-    _fix_sizes([value for value in _inputs(proto) if value.name not in weights], proto, dimensions or {})
+    _fix_sizes(proto, dimensions or {})
+    leave_inputs(proto, weights)
     model = _parse(convert(_inline(proto)))
     put_weights(model, weights)
     # Below version 4 an initialiser has to be an input as well, which the passes undo.
@@ -152,6 +153,8 @@ def _serialised(path: Path, proto: onnx.ModelProto) -> bytes:
 
 def _refuse(proto: onnx.ModelProto) -> None:
     """Refuse what is never taken, all of it at once, before the checker stops at the first."""
+    if not has_text(proto):
+        raise UnsupportedModelError("not a valid ONNX model: it holds names that are no text (UTF-8)")
     local = {(f.domain, f.name) for f in proto.functions}
     offences = []
     for position, node in enumerate([*proto.graph.node, *(n for f in proto.functions for n in f.node)]):
@@ -184,8 +187,9 @@ def _inputs(proto: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
     return [value for value in proto.graph.input if value.name not in initialisers]
 
 
-def _fix_sizes(inputs: Sequence[onnx.ValueInfoProto], proto: onnx.ModelProto, dimensions: Mapping[str, int]) -> None:
+def _fix_sizes(proto: onnx.ModelProto, dimensions: Mapping[str, int]) -> None:
     """Give every input a batch of 1 and the sizes in `dimensions`; forget all shapes that depended on these."""
+    inputs = _inputs(proto)
     if not inputs:
         raise UnsupportedModelError("the model has no inputs")
     _refuse_dimensions(inputs, dimensions)

@@ -39,8 +39,6 @@ from partitioner.lowering import (
 )
 from partitioner.pooling import sum_axes
 
-Floats = NDArray[np.float64]
-
 
 @dataclass(frozen=True, slots=True)
 class Contraction:

@@ -1,7 +1,7 @@
 """Large constants on disk while a model is partitioned: what nobody reads takes no memory.
 
     requires  a folder with room for the model's weights
-    ensures   arrays over a file without a name, which is gone when they are, whatever becomes of the process
+    ensures   arrays over a file without a name, which is gone when they are, however the process ends
 
 A model of 144 million weights is 575 MB in float32. Read, parsed, converted and serialised it would be in memory four
 times; mapped, its pages are the system's to drop and to read again.
@@ -9,30 +9,36 @@ times; mapped, its pages are the system's to drop and to read again.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 
 from heinfer.errors import PlanError
+from heinfer.plan.files import DISK_FULL
+from partitioner.tensors import put_inputs
 
-#: Constants of so many bytes are kept on disk.
+#: Arrays of so many bytes are kept on disk.
 LARGE_BYTES = 2**20
 #: Bytes of one call: the system writes 2 GiB at most.
 _WRITTEN = 2**28
-#: Types of the format that are the same in memory and that numpy has.
-_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16)
+#: Where an array begins, in bytes.
+_ALIGNMENT = 64
+#: Types whose raw data are numpy's.
+_TYPES: Mapping[int, str] = {TensorProto.FLOAT: "<f4", TensorProto.DOUBLE: "<f8", TensorProto.FLOAT16: "<f2"}
+#: Fields of a tensor that hold data beside `raw_data`, or say that these are a part of them.
+_OTHER_DATA = ("segment", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
+T = TypeVar("T")
 
 
 class Scratch:
@@ -55,33 +61,15 @@ class Scratch:
         Raises:
             PlanError: the disk is full, or nothing can be written there.
         """
-        size = data.nbytes
-        if size < LARGE_BYTES:
-            return data
-        start = self._size + -self._size % mmap.ALLOCATIONGRANULARITY
-        view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-        written = 0
-        try:
-            descriptor = self._open()
-            while written < size:
-                written += os.pwrite(descriptor, view[written : written + _WRITTEN], start + written)
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            remedy = "it needs room for the model's weights" if full else "the model's weights are kept there meanwhile"
-            raise PlanError(f"can't write to {self._folder}: {error.strerror}; {remedy}") from error
-        self._size = start + size
-        mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ, offset=start)
-        return np.frombuffer(mapped, data.dtype).reshape(data.shape)
-
-    def _open(self) -> int:
-        if self._descriptor is None:
-            self._descriptor, name = tempfile.mkstemp(prefix=".heinfer-", dir=self._folder)
-            weakref.finalize(self, os.close, self._descriptor)  # mappings have descriptors of their own
-            os.unlink(name)
-        return self._descriptor
+        return data if data.nbytes < LARGE_BYTES else self._keep_all([data])[0]
 
     def take_weights(self, proto: onnx.ModelProto) -> dict[str, NDArray[Any]]:
-        """Move a model's large initialisers here, and leave inputs in their place; they must fit their data.
+        """Move a model's large initialisers here, and leave empty ones of their names.
+
+        Those that onnx's checker would refuse, or that are no plain floating-point numbers, stay.
+
+        Args:
+            proto: a model whose constants have been checked (`check_tensors`).
 
         Returns:
             What was moved, by name.
@@ -89,28 +77,67 @@ class Scratch:
         Raises:
             PlanError: as `keep`.
         """
-        graph = proto.graph
-        taken: dict[str, NDArray[Any]] = {}
-        left: list[TensorProto] = []
-        names = Counter(tensor.name for tensor in graph.initializer)  # two of one name are left to the checker
-        for tensor in graph.initializer:
-            if tensor.data_type in _TYPES and len(tensor.raw_data) >= LARGE_BYTES and names[tensor.name] == 1:
-                taken[tensor.name] = self.keep(numpy_helper.to_array(tensor))
-            else:
-                left.append(tensor)
-        inputs = {value.name for value in graph.input}
-        graph.input.extend(
-            onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
-            for name, array in taken.items()
-            if name not in inputs
-        )
-        del graph.initializer[:]
-        graph.initializer.extend(left)
-        return taken
+        names = Counter(tensor.name for tensor in proto.graph.initializer)
+        taken = [t for t in proto.graph.initializer if t.name and names[t.name] == 1 and _is_large(t)]
+        arrays = self._keep_all(np.frombuffer(t.raw_data, _TYPES[t.data_type]).reshape(t.dims) for t in taken)
+        for tensor in taken:
+            tensor.ClearField("dims")
+            tensor.dims.append(0)
+            tensor.raw_data = b""
+        return {tensor.name: array for tensor, array in zip(taken, arrays, strict=True)}
+
+    def _keep_all(self, arrays: Iterable[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Write arrays; return them over one mapping, which takes one descriptor whatever their number."""
+        first = self._size + -self._size % mmap.ALLOCATIONGRANULARITY
+        self._size = first
+        places: list[tuple[int, np.dtype[Any], tuple[int, ...]]] = []
+        for array in arrays:
+            self._size += -self._size % _ALIGNMENT
+            places.append((self._size - first, array.dtype, array.shape))
+            view = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            for start in range(0, len(view), _WRITTEN):
+                self._write(view[start : start + _WRITTEN])
+        if not places:
+            return []
+        mapped = self._tried(lambda: mmap.mmap(self._open(), self._size - first, prot=mmap.PROT_READ, offset=first))
+        return [np.ndarray(shape, kind, mapped, offset) for offset, kind, shape in places]
+
+    def _write(self, view: memoryview) -> None:
+        while view:
+            written = self._tried(lambda: os.pwrite(self._open(), view, self._size))  # noqa: B023 - called at once
+            view = view[written:]
+            self._size += written
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
+                self._descriptor = os.dup(file.fileno())
+            weakref.finalize(self, os.close, self._descriptor)  # mappings have descriptors of their own
+        return self._descriptor
+
+    def _tried(self, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except OSError as error:
+            full = error.errno in DISK_FULL
+            remedy = "it needs room for the model's weights" if full else "the model's weights are kept there meanwhile"
+            raise PlanError(f"can't write to {self._folder}: {error.strerror}; {remedy}") from error
+
+
+def _is_large(tensor: TensorProto) -> bool:
+    if tensor.data_type not in _TYPES or len(tensor.raw_data) < LARGE_BYTES:
+        return False
+    return not any(field.name in _OTHER_DATA for field, _ in tensor.ListFields())
+
+
+def leave_inputs(proto: onnx.ModelProto, weights: Mapping[str, NDArray[Any]]) -> None:
+    """Put inputs in place of the initialisers that `Scratch.take_weights` has left."""
+    types = {name: onnx.helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in weights.items()}
+    put_inputs(proto.graph, {name: (types[name], array.shape) for name, array in weights.items()})
 
 
 def put_weights(model: ir.Model, weights: Mapping[str, NDArray[Any]]) -> None:
-    """Make constants of the inputs that `Scratch.take_weights` has left."""
+    """Make constants of the inputs that `leave_inputs` has left."""
     inputs = {value.name: value for value in model.graph.inputs}
     for name, array in weights.items():
         value = inputs[name]

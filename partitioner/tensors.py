@@ -6,11 +6,13 @@ ensures   every constant can be made an array; nothing is allocated for a size t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import onnx
 import onnx_ir as ir
+from google.protobuf.message import Message
 from onnx import TensorProto, numpy_helper
 
 from heinfer.errors import Offence
@@ -24,6 +26,34 @@ def check_tensors(proto: onnx.ModelProto) -> list[Offence]:
         if problem is not None:
             offences.append(Offence(tensor.name or where, "constant", problem))
     return offences
+
+
+def has_text(message: Message) -> bool:
+    """Return whether all strings in a message are text: protobuf hands out others as bytes, or raises when asked."""
+    try:
+        fields = message.ListFields()
+    except UnicodeDecodeError:
+        return False
+    for field, value in fields:
+        values: Iterable[Any] = [value] if isinstance(value, (str, bytes, Message)) else value
+        if field.type == field.TYPE_STRING and not all(isinstance(text, str) for text in values):
+            return False
+        if field.type == field.TYPE_MESSAGE and not all(has_text(part) for part in values):
+            return False
+    return True
+
+
+def put_inputs(graph: onnx.GraphProto, initialisers: Mapping[str, tuple[int, Sequence[int]]]) -> None:
+    """Put inputs in place of initialisers, each of an element type and a shape, where there are none of their names."""
+    left = [tensor for tensor in graph.initializer if tensor.name not in initialisers]
+    inputs = {value.name for value in graph.input}
+    graph.input.extend(
+        onnx.helper.make_tensor_value_info(name, kind, shape)
+        for name, (kind, shape) in initialisers.items()
+        if name not in inputs
+    )
+    del graph.initializer[:]
+    graph.initializer.extend(left)
 
 
 def uses_external_data(proto: onnx.ModelProto) -> bool:

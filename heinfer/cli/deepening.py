@@ -64,9 +64,9 @@ def read_depth(text: str) -> Depth:
 
 
 def read_calibration(
-    model: Path, dimensions: Mapping[str, int], path: Path, x: str, divide: float | None
+    model: Path, dimensions: Mapping[str, int], path: Path, x: str, divide: float | None, scratch: Path
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Read calibration data for a model, and say what was done to make them fit.
+    """Read calibration data for a model, and say what was done to make them fit; `scratch` as in `input_specs`.
 
     Raises:
         InputError: they don't fit.
@@ -74,14 +74,14 @@ def read_calibration(
     """
     from heinfer.client.data import load_calibration
 
-    samples, notes = load_calibration(path, input_specs(model, dimensions), x_key=x, divide=divide)
+    samples, notes = load_calibration(path, input_specs(model, dimensions, scratch), x_key=x, divide=divide)
     for note in notes:
         out.print(note)
     return samples
 
 
-def input_specs(model: Path, dimensions: Mapping[str, int]) -> list[TensorSpec]:
-    """Return the inputs of a model as a plan would have them.
+def input_specs(model: Path, dimensions: Mapping[str, int], scratch: Path) -> list[TensorSpec]:
+    """Return the inputs of a model as a plan would have them; `scratch` is a folder for its weights meanwhile.
 
     Raises:
         UnsupportedModelError: the model can't be read, or an input has no fixed size.
@@ -89,7 +89,7 @@ def input_specs(model: Path, dimensions: Mapping[str, int]) -> list[TensorSpec]:
     from heinfer.plan import TensorSpec
     from partitioner.importing import import_model
 
-    graph = import_model(model, dimensions).model.graph
+    graph = import_model(model, dimensions, scratch).model.graph
     specs = []
     for value in graph.inputs:
         assert value.shape is not None  # the importer has looked

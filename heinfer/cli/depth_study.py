@@ -48,7 +48,7 @@ def depth_study_command(
     from partitioner import partition
 
     wanted = parse_depths(depths)
-    specs = input_specs(model, {})
+    specs = input_specs(model, {}, output.absolute())
     if len(specs) != 1:
         raise InputError(f"the study takes models with one input, this one has {len(specs)}")
     test = load_data(data, specs[0], x_key=x, y_key=y, divide=divide, samples=samples)

@@ -131,7 +131,10 @@ def partition_command(
     deep = None
     if block_depth is not None and calibration is not None:
         deep = deep_options(
-            read_depth(block_depth), read_calibration(model, sizes, calibration, x, divide), degree, fit
+            read_depth(block_depth),
+            read_calibration(model, sizes, calibration, x, divide, output.absolute().parent),
+            degree,
+            fit,
         )
     result = partition(
         model,

@@ -156,9 +156,18 @@ def local(
 def peak_memory_bytes(pid: int) -> int | None:
     """Return the sum of peak resident memory over a process and its children, None where the system does not tell."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
         children = [c for task in Path(f"/proc/{pid}/task").glob("*/children") for c in task.read_text().split()]
+        own = read_memory(pid, "VmHWM")
     except OSError:
         return None
-    own = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
     return own + sum(peak_memory_bytes(int(child)) or 0 for child in children)
+
+
+def read_memory(pid: int, field: str) -> int:
+    """Return a field of a process's status (proc(5): VmHWM, RssAnon) in bytes, 0 where it has none.
+
+    Raises:
+        OSError: there is no such process, or the system does not tell.
+    """
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)

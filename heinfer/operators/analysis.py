@@ -140,7 +140,7 @@ def _weigh(step: Conv | MatMul | Scale, rows: _Rows, weights: NDArray[Any], rest
         for found, made in zip(norms, _weigh_rows(_narrowed(step, part), rows, part, left, distinct), strict=True):
             found.append(made)
     axis = -1 if isinstance(step, MatMul) else 1
-    l1, l2, rounding, input_rounding = (np.concatenate(found, axis=axis) for found in norms)
+    l1, l2, rounding, input_rounding = (f[0] if len(f) == 1 else np.concatenate(f, axis=axis) for f in norms)
     shaped = scale.reshape(-1, 1, 1) if isinstance(step, Conv) else scale
     return _Rows(np.broadcast_to(shaped, step.shape)[None].copy(), l1, l2, rounding, input_rounding)
 

@@ -63,7 +63,10 @@ def evaluate_step(step: Step, arrays: Arrays, values: Sequence[Floats]) -> Float
 
 
 def row_tiles(step: Conv | MatMul | Scale, weights: NDArray[Any]) -> list[slice]:
-    """Return slices of a step's output rows (`output_rows`) that have about `TILE_WEIGHTS` weights each."""
+    """Return slices of a step's output rows (`output_rows`) with about `TILE_WEIGHTS` weights each.
+
+    A Scale, and a Conv with groups, are one slice whatever their size.
+    """
     if isinstance(step, Scale) or (isinstance(step, Conv) and step.group > 1):
         return [slice(None)]
     count = weights.shape[1] if isinstance(step, MatMul) else weights.shape[0]

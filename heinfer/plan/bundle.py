@@ -71,7 +71,7 @@ class OutputTerms:
 
     Attributes:
         bias: block(0), broadcasts to the output's shape, float64; 0 for all digits but the first.
-        norms: output scale and row norms.
+        norms: output scale and row norms; axes on which all are equal may have length 1.
     """
 
     bias: NDArray[np.float64]
@@ -110,7 +110,10 @@ class NodeBundle:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The model as it came, and every block with its real weights; deep blocks as the server and the node have them."""
+    """The model as it came, empty where nobody reads it, and every block with its real weights.
+
+    Deep blocks are as the server and the node have them.
+    """
 
     model: bytes
     programs: tuple[Program, ...]
@@ -218,12 +221,9 @@ def load_reference(bundle: Path, plan: Plan) -> Reference:
 
 
 def pack_terms(index: int, position: int, terms: OutputTerms) -> dict[str, NDArray[np.float64]]:
-    """Return the arrays of one output of a block's program, as `load_node` finds them; constant axes have length 1."""
-    small = terms.compact()
-    return {
-        f"{index}.{position}.bias": small.bias,
-        **{f"{index}.{position}.{name}": getattr(small.norms, name) for name in _NORMS},
-    }
+    """Return the arrays of one output of a block's program, compact ones, as `load_node` finds them."""
+    norms = {f"{index}.{position}.{name}": getattr(terms.norms, name) for name in _NORMS}
+    return {f"{index}.{position}.bias": terms.bias, **norms}
 
 
 def _read_terms(arrays: Mapping[str, NDArray[Any]], index: int, position: int, shape: tuple[int, ...]) -> OutputTerms:

@@ -33,7 +33,7 @@ SIGNATURE_FILE = "bundle.sig"
 _ADAPTER = TypeAdapter(Plan)
 _OS_ERROR = re.compile(r"os error ([0-9]+)")
 #: What a disk that is full says: no space, a quota, a limit on files.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_plan(path: Path, plan: Plan) -> None:
@@ -174,7 +174,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         else:
             os.replace(work, target)
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in DISK_FULL:
             raise
         raise PlanError(f"can't write {target}: {error.strerror}; what was there is left as it was") from error
     finally:
