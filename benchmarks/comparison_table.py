@@ -28,7 +28,7 @@ def render(models: Mapping[str, Sequence[Mapping[str, Any]]], titles: Mapping[st
     Args:
         models: cells of every model by its name.
         titles: what to call a model.
-        short: whether to leave columns out.
+        short: whether to leave out columns, and rows without figures.
     """
     chosen = SHORT if short else tuple(range(len(COLUMNS)))
     lines = [line([COLUMNS[c] for c in chosen]), line(["---"] * len(chosen))]
@@ -36,6 +36,8 @@ def render(models: Mapping[str, Sequence[Mapping[str, Any]]], titles: Mapping[st
         ours = next((c for c in cells if c["peer"] == OURS), None)
         lines.append(line([f"**{titles[name]}**", *[""] * (len(chosen) - 1)]))
         for cell in cells:
+            if short and cell["status"] != "ok":
+                continue
             row = _row(cell, ours)
             lines.append(line([row[c] for c in chosen]))
     return "\n".join(lines) + "\n"

@@ -56,6 +56,12 @@ def test_render_cell_without_figures_says_why() -> None:
     assert "| other | out of memory |" in table
 
 
+def test_render_short_table_has_rows_with_figures_only() -> None:
+    table = render({"m": [OUR_CELL, {"peer": "other", "status": "timeout"}]}, {"m": "a model"}, short=True)
+    assert OURS in table
+    assert "other" not in table
+
+
 def test_insert_without_marks_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text("no marks\n")
