@@ -9,14 +9,15 @@ looked up at every question, so that one which is loaded anew is the next questi
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from heinfer.errors import InputError
+from heinfer.errors import InputError, RemoteProtocolError
 from heinfer.plan import Plan
 from heinfer.wire import (
     Address,
@@ -52,6 +53,8 @@ from trusted_node.serving.interface import (
 
 #: Samples of one query whose values inside the model may be asked for: reports take 32.
 MAX_TRACED_SAMPLES = 256
+#: How often a query that waits looks whether its client is still there.
+_LOOK_S = 0.5
 
 
 class NodeService:
@@ -138,9 +141,11 @@ class ModelQueries:
         inputs, outputs = _specs(model.plan)
         return Description(model.plan_hash, inputs, outputs, model.max_samples, model=model.name)
 
-    def answer(self, header: QueryHeader, tensors: dict[str, NDArray[Any]]) -> Iterator[ResultEvent]:
-        """Run a query and yield its result."""
-        result = self._run(header, tensors)
+    def answer(
+        self, header: QueryHeader, tensors: dict[str, NDArray[Any]], gone: Callable[[], bool]
+    ) -> Iterator[ResultEvent]:
+        """Run a query and yield its result; one that still waits when its client has gone is dropped."""
+        result = self._run(header, tensors, gone)
         outputs = {**result.outputs, **result.trace}
         chunks = iterate_tensor_chunks(outputs, self._limits)
         yield ResultHeader(header.request_id, describe_tensors(outputs), next(chunks, None))
@@ -194,7 +199,7 @@ class ModelQueries:
         except ModelNotReadyError as error:
             raise QueryFailedError(QueryFailureCode.BUSY, str(error)) from None
 
-    def _run(self, header: QueryHeader, tensors: dict[str, NDArray[Any]]) -> QueryResult:
+    def _run(self, header: QueryHeader, tensors: dict[str, NDArray[Any]], gone: Callable[[], bool]) -> QueryResult:
         """Wait for a query's result; what it costs is told of it alone, so where that is asked for it runs alone."""
         query = Query(
             tensors,
@@ -205,9 +210,26 @@ class ModelQueries:
             traceparent=header.traceparent,
         )
         try:
-            return self._model().submit(query).result()
+            return _wait(self._model().submit(query), gone)
         except (QueueFullError, ModelNotReadyError, DeadlineError) as error:
             raise QueryFailedError(QueryFailureCode.BUSY, str(error)) from None
+
+
+def _wait(future: Future[QueryResult], gone: Callable[[], bool]) -> QueryResult:
+    """Wait for a result for as long as somebody wants it; what has not begun by then never does.
+
+    Raises:
+        RemoteProtocolError: the client is gone.
+    """
+    while True:
+        try:
+            return future.result(_LOOK_S)
+        except TimeoutError:
+            if future.done():
+                return future.result()  # it has just come, or the error was its own
+            if gone():
+                future.cancel()
+                raise RemoteProtocolError("the client went away before its query was answered") from None
 
 
 def _specs(plan: Plan) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:

@@ -21,7 +21,7 @@ from heinfer.wire.address import Address, TransportError
 from heinfer.wire.budget import MemoryBudget
 from heinfer.wire.frames import query_framing
 from heinfer.wire.limits import Limits
-from heinfer.wire.listener import Admitted, Dialect, FrameServer
+from heinfer.wire.listener import Admitted, Dialect, FrameServer, Heard
 from heinfer.wire.messages import FailureCode, RefusedError
 from heinfer.wire.queries import (
     MAX_REASON_CHARACTERS,
@@ -62,8 +62,16 @@ class QueryHandler(Protocol):
     def needs(self, header: QueryHeader) -> int:
         """Return the bytes of memory that a query takes, its values and its result together; `check` has passed."""
 
-    def answer(self, header: QueryHeader, tensors: dict[str, NDArray[Any]]) -> Iterator[ResultEvent]:
-        """Yield the answer to a query: a ResultHeader, its chunks and, where the query wants them, Statistics."""
+    def answer(
+        self, header: QueryHeader, tensors: dict[str, NDArray[Any]], gone: Callable[[], bool]
+    ) -> Iterator[ResultEvent]:
+        """Yield the answer to a query: a ResultHeader, its chunks and, where the query wants them, Statistics.
+
+        Args:
+            header: of the query.
+            tensors: its values by name.
+            gone: whether the client has closed its half or is gone: it wants no answer any more.
+        """
 
 
 def serve_queries(
@@ -141,7 +149,7 @@ class _Desk:
         self._memory = memory
         self._about = about
 
-    def serve(self, said: Iterator[QueryEvent]) -> Generator[ResultEvent | Admitted, None, None]:
+    def serve(self, said: Heard[QueryEvent]) -> Generator[ResultEvent | Admitted, None, None]:
         """Answer one connection's questions; an error ends the connection."""
         handler, events = self._greeted(_clients(said))
         yield Admitted()
@@ -149,7 +157,7 @@ class _Desk:
             if isinstance(event, Describe):
                 yield handler.describe()
             else:
-                yield from self._serve_query(handler, itertools.chain((event,), events))
+                yield from self._serve_query(handler, itertools.chain((event,), events), lambda: said.gone)
 
     def _greeted(self, events: Iterator[QueryEvent]) -> tuple[QueryHandler, Iterator[QueryEvent]]:
         """Who answers the client, if it may be served, and what it says after its greeting."""
@@ -170,7 +178,9 @@ class _Desk:
             raise QueryFailedError(QueryFailureCode.INPUT, "this node has one model, without a name: ask for none")
         return self._about(model)
 
-    def _serve_query(self, handler: QueryHandler, events: Iterator[QueryEvent]) -> Iterator[ResultEvent]:
+    def _serve_query(
+        self, handler: QueryHandler, events: Iterator[QueryEvent], gone: Callable[[], bool]
+    ) -> Iterator[ResultEvent]:
         if not self._places.acquire(blocking=False):
             raise QueryFailedError(QueryFailureCode.BUSY, _BUSY)
         try:
@@ -178,7 +188,7 @@ class _Desk:
                 # An error here leaves bytes of the query unread, so it ends the connection. One after it does not.
                 header, tensors = read_query(events, self._limits, lambda header: self._let_in(handler, header, held))
                 try:
-                    yield from handler.answer(header, tensors)
+                    yield from handler.answer(header, tensors, gone)
                 except Exception as error:
                     logger.warning("query ended by %s", type(error).__name__)
                     yield query_failure(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,20 @@ import pytest
 
 from heinfer.client import connect
 from heinfer.client.evaluation import TRACED_SAMPLES
-from heinfer.errors import InputError
-from heinfer.wire import Limits, QueryFailedError, QueryHeader, TensorSpec
-from tests.parties import Parties, WatchedPool, parties, serving
-from trusted_node.service import MAX_TRACED_SAMPLES
+from heinfer.errors import InputError, RemoteProtocolError
+from heinfer.wire import (
+    Limits,
+    QueryClient,
+    QueryFailedError,
+    QueryHeader,
+    TensorSpec,
+    describe_tensors,
+    iterate_tensor_chunks,
+)
+from tests.interfaces.fakes import CLASSES, DIGIT, fake_models
+from tests.interfaces.http_serving import soon
+from tests.parties import LOOPBACK, Parties, WatchedPool, parties, serving
+from trusted_node.service import MAX_TRACED_SAMPLES, NodeService
 
 #: Values of the dense model's two blocks: 3 in, 4 out and their bounds; 4 in, 2 out and their bounds.
 BLOCK_VALUES = 3 + 4 + 4 + 4 + 2 + 2
@@ -49,3 +60,25 @@ def test_trace_larger_than_the_node_s_memory_is_refused_before_anything_is_read(
         with pytest.raises(QueryFailedError, match="raise --memory"):
             model.query(x, trace_samples=10)
         assert len(both.evaluator.requests) == before
+
+
+def test_client_that_goes_away_takes_its_waiting_query_with_it() -> None:
+    models = fake_models()
+    model = models["digits"]
+    model.hold()
+    node = NodeService(models, "digits", LOOPBACK, Limits(), allow_trace=False)
+    client = QueryClient(node.address, Limits())
+    image = {"x": np.zeros((1, *DIGIT), np.float32)}
+    chunks = iterate_tensor_chunks(image, Limits())
+    header = QueryHeader(1, describe_tensors(image), first=next(chunks, None))
+    with ThreadPoolExecutor(1) as thread:
+        query = thread.submit(client.ask, header, chunks)
+        assert soon(lambda: model.pending == 1)
+        client.close()
+        assert soon(lambda: model.pending == 0), "the query waits for nobody"
+        with pytest.raises(RemoteProtocolError):
+            query.result(20)
+    model.release()
+    with connect(node.address) as other:
+        assert other.predict(image["x"]).shape == (1, CLASSES)
+    node.stop(0)

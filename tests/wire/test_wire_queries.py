@@ -74,7 +74,7 @@ class Double:
         if self.refusal is not None:
             raise self.refusal
 
-    def answer(self, header, tensors):
+    def answer(self, header, tensors, gone):
         self.answered += 1
         self.started.set()
         self.go.wait(TIMEOUT_S)
@@ -226,7 +226,7 @@ def test_answer_that_takes_longer_than_any_limit_is_waited_for(start, handler):
 
 def test_answer_to_another_query_is_refused(start, handler, monkeypatch):
     answer = handler.answer
-    monkeypatch.setattr(handler, "answer", lambda header, tensors: answer(replace(header, request_id=8), tensors))
+    monkeypatch.setattr(handler, "answer", lambda header, *rest: answer(replace(header, request_id=8), *rest))
     with pytest.raises(RemoteProtocolError, match="query 9, got 8"):
         ask(start())
 
@@ -354,7 +354,7 @@ def test_failure_in_the_middle_of_an_upload_ends_the_connection(start, handler):
 
 
 def test_failure_in_the_middle_of_an_answer_is_heard(start, handler, monkeypatch):
-    def answer(header, tensors):
+    def answer(header, tensors, gone):
         yield ResultHeader(header.request_id, describe_tensors(tensors))
         raise IntegrityError("block 1")
 
@@ -364,7 +364,7 @@ def test_failure_in_the_middle_of_an_answer_is_heard(start, handler, monkeypatch
 
 
 def test_answer_that_cannot_be_sent_is_a_failure(start, handler, monkeypatch):
-    def answer(header, tensors):
+    def answer(header, tensors, gone):
         yield ResultHeader(header.request_id, tuple(TensorSpec(f"{i:0900}", "bool", (1,)) for i in range(9)))
 
     monkeypatch.setattr(handler, "answer", answer)
