@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,13 +98,3 @@ def error_of(response: httpx.Response) -> str:
     content = response.json()
     assert list(content) == ["error"], content
     return str(content["error"])
-
-
-def soon(condition: Callable[[], object], within_s: float = 5.0) -> bool:
-    """Whether something becomes true."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.005)
-    return False

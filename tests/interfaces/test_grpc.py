@@ -31,6 +31,7 @@ from heinfer.wire import Address
 from heinfer.wire.address import TransportError
 from tests.interfaces.fakes import FakeModels, Notes, digits_model, expected, fake_models
 from tests.parties import REPOSITORY
+from tests.waiting import wait_for
 from trusted_node.engine import DataError
 from trusted_node.serving.grpc_calls import STREAM_WINDOW
 from trusted_node.serving.grpc_service import GrpcServer
@@ -78,13 +79,6 @@ def wrapped(x: np.ndarray) -> list[triton.InferInput]:
     tensor = triton.InferInput("x", x.shape, "FP32")
     tensor.set_data_from_numpy(x)
     return [tensor]
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + GENEROUS_S
-    while not condition():
-        assert time.monotonic() < end, f"never came: {what}"
-        time.sleep(0.002)
 
 
 def fails(call: Callable[[], object], status: StatusCode) -> str:
@@ -194,10 +188,10 @@ def test_a_cancelled_call_cancels_the_query(served: Served) -> None:
     served.digits.hold()
     errors: queue.Queue[Any] = queue.Queue()
     call = served.client.async_infer("digits", wrapped(digits()), lambda result, error: errors.put(error))
-    wait_until(lambda: served.digits.pending == 1, "the query")
+    wait_for(lambda: served.digits.pending == 1, "the query")
     call.cancel()
     assert "CANCELLED" in str(errors.get(timeout=GENEROUS_S))
-    wait_until(lambda: served.digits.pending == 0, "its end")
+    wait_for(lambda: served.digits.pending == 0, "its end")
     served.digits.release()
     np.testing.assert_array_equal(served.client.infer("digits", wrapped(digits())).as_numpy("y"), expected(digits()))
 
@@ -207,9 +201,9 @@ def test_a_client_that_goes_away_cancels_its_queries(served: Served) -> None:
     client = triton.InferenceServerClient(served.url)
     for x in (digits(), digits(64)):
         client.async_infer("digits", wrapped(x), lambda result, error: None)
-    wait_until(lambda: served.digits.pending == 2, "the queries")
+    wait_for(lambda: served.digits.pending == 2, "the queries")
     client.close()
-    wait_until(lambda: served.digits.pending == 0, "their end")
+    wait_for(lambda: served.digits.pending == 0, "their end")
 
 
 def test_a_large_query_whose_client_leaves_while_it_is_submitted_is_cancelled(
@@ -229,9 +223,9 @@ def test_a_large_query_whose_client_leaves_while_it_is_submitted_is_cancelled(
     assert begun.wait(GENEROUS_S)
     call.cancel()
     assert ended.wait(GENEROUS_S)
-    wait_until(lambda: served.server._calls._held_bytes == 0, "the call's end in the node")
+    wait_for(lambda: served.server._calls._held_bytes == 0, "the call's end in the node")
     goes_on.set()
-    wait_until(made.cancelled, "the query's end")
+    wait_for(made.cancelled, "the query's end")
 
 
 def test_aio_client() -> None:
@@ -309,7 +303,7 @@ def test_requests_of_a_stream_wait_together_and_no_more_than_the_window(served: 
     stream = Stream(served.client)
     for number in range(2 * STREAM_WINDOW):
         stream.send(digits(), number)
-    wait_until(lambda: served.digits.pending == STREAM_WINDOW, "the window")
+    wait_for(lambda: served.digits.pending == STREAM_WINDOW, "the window")
     time.sleep(0.1)
     assert served.digits.pending == STREAM_WINDOW
     served.digits.release()
@@ -335,9 +329,9 @@ def test_a_stream_that_is_given_up_cancels_its_queries(served: Served) -> None:
     stream = Stream(served.client)
     for number in range(5):
         stream.send(digits(), number)
-    wait_until(lambda: served.digits.pending == 5, "the queries")
+    wait_for(lambda: served.digits.pending == 5, "the queries")
     served.client.stop_stream(cancel_requests=True)
-    wait_until(lambda: served.digits.pending == 0, "their end")
+    wait_for(lambda: served.digits.pending == 0, "their end")
 
 
 # Errors.
@@ -409,7 +403,7 @@ def test_a_query_that_its_model_dropped_is_unavailable(served: Served) -> None:
     served.digits.hold()
     errors: queue.Queue[Any] = queue.Queue()
     served.client.async_infer("digits", wrapped(digits()), lambda result, error: errors.put(error))
-    wait_until(lambda: served.digits.pending == 1, "the query")
+    wait_for(lambda: served.digits.pending == 1, "the query")
     assert served.digits._held[0][1].cancel()
     error = errors.get(timeout=GENEROUS_S)
     assert error.status() == str(StatusCode.UNAVAILABLE)
@@ -472,7 +466,7 @@ def test_the_timeout_parameter_is_the_querys_deadline(served: Served) -> None:
 def test_a_model_that_says_nothing_is_given_up_at_the_deadline(served: Served) -> None:
     served.digits.hold()
     fails(lambda: served.client.infer("digits", wrapped(digits()), timeout=100_000), StatusCode.DEADLINE_EXCEEDED)
-    wait_until(lambda: served.digits.pending == 0, "its end")
+    wait_for(lambda: served.digits.pending == 0, "its end")
 
 
 def test_the_calls_deadline_is_the_querys_and_cancels_it(served: Served) -> None:
@@ -481,7 +475,7 @@ def test_the_calls_deadline_is_the_querys_and_cancels_it(served: Served) -> None
     with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
         served.client.infer("digits", wrapped(digits()), client_timeout=0.2)
     assert 0 < served.digits.submitted[0].deadline - before < 1
-    wait_until(lambda: served.digits.pending == 0, "its end")
+    wait_for(lambda: served.digits.pending == 0, "its end")
 
 
 def test_a_query_without_a_time_has_the_nodes() -> None:
@@ -517,12 +511,12 @@ def test_more_requests_than_there_is_memory_for_are_refused_until_some_end() -> 
         answers: queue.Queue[Any] = queue.Queue()
         for _ in range(2):  # 3.2 KB each
             node.client.async_infer("digits", wrapped(digits()), lambda result, error: answers.put(error))
-        wait_until(lambda: node.digits.pending == 2, "the queries")
+        wait_for(lambda: node.digits.pending == 2, "the queries")
         text = fails(lambda: node.client.infer("digits", wrapped(digits())), StatusCode.UNAVAILABLE)
         assert "as many requests as it has memory for" in text
         node.digits.release()
         assert [answers.get(timeout=GENEROUS_S) for _ in range(2)] == [None, None]
-        wait_until(lambda: node.server._calls._held_bytes == 0, "all bytes given back")
+        wait_for(lambda: node.server._calls._held_bytes == 0, "all bytes given back")
         node.client.infer("digits", wrapped(digits()))
     finally:
         node.close()
@@ -563,7 +557,7 @@ def test_a_hundred_waiting_calls_hold_no_threads(served: Served) -> None:
     answers: queue.Queue[Any] = queue.Queue()
     for _ in range(100):
         served.client.async_infer("digits", wrapped(digits()), lambda result, error: answers.put(error))
-    wait_until(lambda: served.digits.pending == 100, "the queries")
+    wait_for(lambda: served.digits.pending == 100, "the queries")
     assert threading.active_count() - before < 10
     served.digits.release()
     assert [answers.get(timeout=GENEROUS_S) for _ in range(100)] == [None] * 100
@@ -715,7 +709,7 @@ def test_stopping_lets_running_queries_end_within_the_grace(served: Served) -> N
     served.digits.delay_s = 0.4
     answers: queue.Queue[Any] = queue.Queue()
     served.client.async_infer("digits", wrapped(digits()), lambda result, error: answers.put(error))
-    wait_until(lambda: served.digits.pending == 1, "the query")
+    wait_for(lambda: served.digits.pending == 1, "the query")
     served.server.stop(GENEROUS_S)
     assert answers.get(timeout=GENEROUS_S) is None
     assert not served.server._thread.is_alive()
@@ -725,10 +719,10 @@ def test_stopping_without_grace_cancels_what_runs(served: Served) -> None:
     served.digits.hold()
     answers: queue.Queue[Any] = queue.Queue()
     served.client.async_infer("digits", wrapped(digits()), lambda result, error: answers.put(error))
-    wait_until(lambda: served.digits.pending == 1, "the query")
+    wait_for(lambda: served.digits.pending == 1, "the query")
     started = time.monotonic()
     served.server.stop(0.1)
     assert time.monotonic() - started < 5
     assert answers.get(timeout=GENEROUS_S) is not None
-    wait_until(lambda: served.digits.pending == 0, "its end")
+    wait_for(lambda: served.digits.pending == 0, "its end")
     served.server.stop(0)

@@ -16,7 +16,8 @@ import pytest
 from heinfer.errors import InputError, ParameterError
 from heinfer.wire import Address
 from tests.interfaces.fakes import fake_models
-from tests.interfaces.http_serving import DIGITS, LOOPBACK, Served, binary_digits, digits, served, soon
+from tests.interfaces.http_serving import DIGITS, LOOPBACK, Served, binary_digits, digits, served
+from tests.waiting import soon
 from trusted_node.serving.http_body import Room, Share, decompress
 from trusted_node.serving.http_server import HttpServer
 from trusted_node.serving.interface import Channel

@@ -11,7 +11,8 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.interfaces.http_serving import DIGITS, binary_digits, digits, error_of, json_query, served, soon
+from tests.interfaces.http_serving import DIGITS, binary_digits, digits, error_of, json_query, served
+from tests.waiting import soon
 from trusted_node.serving.limits import MIB, ServingLimits
 
 

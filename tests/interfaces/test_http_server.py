@@ -19,7 +19,8 @@ import tritonclient.http as triton
 from heinfer.wire import Address, PlainText, TransportError
 from tests.identities import Identities
 from tests.interfaces.fakes import expected, fake_models
-from tests.interfaces.http_serving import DIGITS, LOOPBACK, binary_digits, digits, error_of, json_query, served, soon
+from tests.interfaces.http_serving import DIGITS, LOOPBACK, binary_digits, digits, error_of, json_query, served
+from tests.waiting import soon
 from trusted_node.serving.http_app import make_app
 from trusted_node.serving.http_server import HttpServer
 from trusted_node.serving.limits import ServingLimits

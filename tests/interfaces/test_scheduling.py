@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +28,7 @@ from heinfer.wire import FailureCode, Limits, Mode, RefusedError
 from partitioner import partition
 from tests.interfaces.fakes import fake_plan
 from tests.parties import OnlyModel, WatchedPool, parties
+from tests.waiting import wait_for
 from trusted_node.engine import DataError, JoinedResult, QueryResult
 from trusted_node.groups import Group
 from trusted_node.modes import ModeChoice
@@ -122,13 +123,6 @@ def value_of(future: Future[QueryResult]) -> float:
     y = future.result(WAIT_S).outputs["y"]
     assert (y == y[0, 0]).all()
     return float(y[0, 0])
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_query_starts_at_once_where_nothing_runs_however_long_the_delay() -> None:
@@ -403,7 +397,7 @@ def test_cancelling_at_the_moment_of_the_deadline_stops_no_clock() -> None:
         with scheduler._changed:  # the clock rings, and who cancels can't yet take the query out of the queue
             cancelling = threading.Thread(target=waiting.cancel)
             cancelling.start()
-            eventually(waiting.cancelled)
+            wait_for(waiting.cancelled)
             scheduler._expire(scheduler._waiting[0])
         cancelling.join(WAIT_S)
         assert notes.outcomes() == [Outcome.CANCELLED]
@@ -448,7 +442,7 @@ def test_values_and_results_go_with_their_last_reader_not_when_cycles_are_looked
             engine.error = None
             del asked, future
             value_of(scheduler.submit(query()))  # and who ran it has gone on
-            eventually(lambda: values() is None)
+            wait_for(lambda: values() is None)
         finally:
             gc.enable()
 
@@ -471,7 +465,7 @@ def test_closing_lets_what_waits_end_and_takes_no_more() -> None:
         futures.append(scheduler.submit(query(2)))
         closing = threading.Thread(target=scheduler.close)
         closing.start()
-        eventually(lambda: scheduler._closing)
+        wait_for(lambda: scheduler._closing)
         with pytest.raises(ModelNotReadyError, match="being unloaded"):
             scheduler.submit(query())
         engine.let(2)
@@ -501,7 +495,7 @@ def test_observer_is_told_times_and_company_and_load_has_latencies() -> None:
         engine.let(2)
         for future in futures:
             future.result(WAIT_S)
-        eventually(lambda: len(notes.told) == 3)
+        wait_for(lambda: len(notes.told) == 3)
         assert len(scheduler.load().latencies_ms) == 3
     last = next(query for query in notes.told if query.samples == 3)
     assert (last.model, last.channel, last.request_id, last.joined) == ("doubles", Channel.HTTP, "an-id", 4)
@@ -642,9 +636,9 @@ def test_small_query_in_standard_mode_is_not_behind_all_of_a_large_one(
             threading.Thread(target=lambda n=n: results.update({n: both.engine.infer({"x": x[:n]})})) for n in (20, 1)
         ]
         threads[0].start()
-        eventually(lambda: len(begun) == GROUPS_IN_FLIGHT)
+        wait_for(lambda: len(begun) == GROUPS_IN_FLIGHT)
         threads[1].start()
-        eventually(lambda: both.engine._threads._work_queue.qsize() == 1)
+        wait_for(lambda: both.engine._threads._work_queue.qsize() == 1)
         for _ in range(11):
             gate.release()
         for thread in threads:

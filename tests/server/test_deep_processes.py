@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from heinfer.server.polynomial.units import Unit
 from heinfer.server.polynomial.worker import Desk, Job, Task
 from tests.parties import REPOSITORY
 from tests.server.test_polynomial import SCALE, make_block, new_secret
+from tests.waiting import wait_for
 
 #: Seconds in which a process that is told to must end, on a busy machine.
 END_S = 10.0
@@ -58,13 +59,6 @@ def resources(tmp_path: Path) -> Iterator[DeepResources]:
     made = DeepResources(tmp_path, workers=1)
     yield made
     made.stop()
-
-
-def wait_for(condition: Callable[[], object], seconds: float) -> None:
-    ends_at = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends_at
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -111,7 +105,7 @@ def test_workers_end_when_there_is_nothing_to_do_for_a_while(query: Query, tmp_p
         pid = only.process.pid
         assert pid is not None
     assert alive(pid)
-    wait_for(lambda: not alive(pid), END_S)
+    wait_for(lambda: not alive(pid), within_s=END_S)
     assert not processes.workers
     processes.stop()
     with pytest.raises(HeinferError, match="stopped"), processes.request(query.job(tmp_path), lambda: False):
@@ -201,4 +195,4 @@ def test_a_worker_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         pid = int(parent.stdout.readline())
         assert alive(pid)
         parent.kill()
-        wait_for(lambda: not alive(pid), END_S)
+        wait_for(lambda: not alive(pid), within_s=END_S)

@@ -6,9 +6,8 @@ import errno
 import multiprocessing
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +30,7 @@ from heinfer.server.service import open_deep
 from heinfer.wire import BlockRequest, Chunk, FailureCode, Limits, Mode, RefusedError
 from heinfer.wire.messages import failure_code
 from tests.server.test_polynomial import RESULT, SCALE, make_block, new_secret
+from tests.waiting import wait_for
 from trusted_node.deep import DeepSecret
 
 ROWS = 50
@@ -82,13 +82,6 @@ def open_request(evaluator: DeepEvaluator) -> DeepRequest:
     block: DeepBlock = evaluator.block
     request = BlockRequest(bytes(16), bytes(32), 0, 1, 50, block.rows_up, 0, Mode.DEEP)
     return DeepRequest(evaluator, request, Limits(), lambda: None)
-
-
-def wait_for(condition: Callable[[], object], seconds: float) -> None:
-    ends_at = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends_at
-        time.sleep(0.02)
 
 
 def test_two_requests_at_once_take_turns_and_leave_nothing(
@@ -289,12 +282,12 @@ def test_processes_end_with_an_evaluation_that_is_stopped(
 
     thread = threading.Thread(target=evaluate)
     thread.start()
-    wait_for(lambda: set(multiprocessing.active_children()) - before, START_S)
+    wait_for(lambda: set(multiprocessing.active_children()) - before, within_s=START_S)
     evaluator.resources.stop()
     thread.join(END_S)
     assert failed
     assert "stopped" in str(failed[0])
-    wait_for(lambda: not set(multiprocessing.active_children()) - before, END_S)
+    wait_for(lambda: not set(multiprocessing.active_children()) - before, within_s=END_S)
     assert not list(tmp_path.iterdir())
     with pytest.raises(HeinferError, match="stopped"):
         open_request(evaluator).evaluate()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +19,12 @@ from heinfer.server.service import EvaluatorService
 from heinfer.wire import Limits, Mode, block_shapes
 from tests.parties import LOOPBACK, refusal
 from tests.partitioner.deep_examples import partition_square
+from tests.waiting import wait_for
 from trusted_node.deep import DeepContext
 from trusted_node.link import ServerLink
 
 END_S = 20.0
 SAMPLES = 2
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    ends_at = time.monotonic() + END_S
-    while not condition():
-        assert time.monotonic() < ends_at
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 
 from heinfer.server import merging
 from heinfer.server.merging import Merger
+from tests.waiting import wait_for
 
 PATIENCE_S = 20.0
 
@@ -48,12 +48,6 @@ def waiting(merger: Merger) -> int:
     return sum(map(len, merger._waiting.values()))
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for another thread."""
-    pause, tries = threading.Event(), int(PATIENCE_S / 0.005)
-    assert any(condition() or pause.wait(0.005) for _ in range(tries))
-
-
 def behind_a_gate(
     threads: ThreadPoolExecutor, merger: Merger, gate: Gate, requests: list[tuple[int, np.ndarray]]
 ) -> list[Future[np.ndarray]]:
@@ -63,7 +57,7 @@ def behind_a_gate(
     futures = [first]
     for count, item in enumerate(requests[1:], 1):
         futures.append(threads.submit(merger.evaluate, *item))
-        until(lambda count=count: waiting(merger) == count)  # type: ignore[misc]
+        wait_for(lambda count=count: waiting(merger) == count)  # type: ignore[misc]
     gate.open.set()
     assert not wait(futures, PATIENCE_S).not_done
     return futures
@@ -182,11 +176,11 @@ def test_request_that_was_taken_along_is_done_when_it_is_answered_though_no_slot
         first = threads.submit(merger.evaluate, 0, request(1))
         assert gate.entered.wait(PATIENCE_S)
         others = [threads.submit(merger.evaluate, 0, request(2))]
-        until(lambda: waiting(merger) == 1)
+        wait_for(lambda: waiting(merger) == 1)
         blocked = threads.submit(merger.evaluate, 1, request(3))
-        until(lambda: waiting(merger) == 2)
+        wait_for(lambda: waiting(merger) == 2)
         others.append(threads.submit(merger.evaluate, 0, request(4)))
-        until(lambda: waiting(merger) == 3)
+        wait_for(lambda: waiting(merger) == 3)
         gate.open.set()
         assert not wait([first, *others], PATIENCE_S).not_done
         assert not blocked.done()

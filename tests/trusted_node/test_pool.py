@@ -7,7 +7,6 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from heinfer.errors import LocalProtocolError
 from heinfer.plan import load_node
+from tests.waiting import wait_for
 from trusted_node import pool as pool_module
 from trusted_node.pool import PreparedPool
 from trusted_node.preparation import Preparer
@@ -66,13 +66,6 @@ def pool_of(maker: Maker, size: int | None, **options: float) -> PreparedPool:
     return PreparedPool(maker, size, **options)  # type: ignore[arg-type]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def exit_code(pid: int) -> int:
     """Wait for a child."""
     statuses: list[int] = []
@@ -82,7 +75,7 @@ def exit_code(pid: int) -> int:
         statuses.append(status)
         return found == pid
 
-    until(ended)
+    wait_for(ended)
     return os.waitstatus_to_exitcode(statuses[-1])
 
 
@@ -186,7 +179,7 @@ def test_entries_expire_and_are_renewed_while_nobody_asks(quick: None) -> None:
     maker = Maker()
     with pool_of(maker, 2, lifetime_s=0.1) as pool:
         assert pool.wait_full(PATIENCE_S)
-        until(lambda: len(maker.made) >= 6)
+        wait_for(lambda: len(maker.made) >= 6)
         assert all(entry.wiped for entry in maker.made[:4])
         assert not maker.made[-1].wiped
 
@@ -196,7 +189,7 @@ def test_entries_expire_while_queries_keep_the_pool_from_refilling(quick: None) 
     with pool_of(maker, 2, lifetime_s=0.1) as pool:
         assert pool.wait_full(PATIENCE_S)
         with pool.online():
-            until(lambda: pool.ready == 0)
+            wait_for(lambda: pool.ready == 0)
             assert all(entry.wiped for entry in maker.made)
             assert maker.calls == 2
 
@@ -274,7 +267,7 @@ def test_preparer_that_fails_does_not_end_the_refilling(quick: None, caplog: pyt
 def test_close_does_not_wait_for_a_preparer_that_fails() -> None:
     maker = Maker(fail=10**6)
     pool = pool_of(maker, 2)
-    until(lambda: maker.calls > 0)
+    wait_for(lambda: maker.calls > 0)
     started = time.monotonic()
     pool.close()
     assert time.monotonic() - started < pool_module._CHECK_S / 2

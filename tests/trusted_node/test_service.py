@@ -22,8 +22,8 @@ from heinfer.wire import (
     iterate_tensor_chunks,
 )
 from tests.interfaces.fakes import CLASSES, DIGIT, fake_models
-from tests.interfaces.http_serving import soon
 from tests.parties import LOOPBACK, Parties, WatchedPool, parties, serving
+from tests.waiting import soon
 from trusted_node.service import MAX_TRACED_SAMPLES, NodeService
 
 #: Values of the dense model's two blocks: 3 in, 4 out and their bounds; 4 in, 2 out and their bounds.

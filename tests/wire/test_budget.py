@@ -11,15 +11,7 @@ import pytest
 from heinfer.errors import InputError, ParameterError
 from heinfer.wire import FailureCode, MemoryBudget, RefusedError, parse_size
 from heinfer.wire.budget import machine_memory
-
-
-def soon(condition):
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.005)
-    return False
+from tests.waiting import soon
 
 
 def test_room_is_taken_and_given_back():

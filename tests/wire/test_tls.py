@@ -58,6 +58,7 @@ from heinfer.wire.query_service import check_serving
 from heinfer.wire.security import check_connecting, check_listening
 from tests.captured_traffic import Proxy
 from tests.identities import Identities, earlier
+from tests.waiting import soon
 from trusted_node.link import ServerLink
 
 LOOPBACK = Address("127.0.0.1", 0)
@@ -72,15 +73,6 @@ REFUSED = "the peer closed the connection before it said anything"
 @pytest.fixture(scope="module")
 def identities(tmp_path_factory):
     return Identities(tmp_path_factory.mktemp("identities"))
-
-
-def soon(condition):
-    deadline = time.monotonic() + SOON_S
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def greet_back(events):

@@ -34,6 +34,7 @@ from heinfer.wire import (
 )
 from heinfer.wire.frames import QUERY_MAGIC, SESSION_MAGIC, session_framing
 from tests.captured_traffic import framed
+from tests.waiting import soon
 
 LOOPBACK = Address("127.0.0.1", 0)
 LIMITS = Limits(chunk_bytes=2000, reply_s=10.0)
@@ -101,15 +102,6 @@ def say(server, *events):
             connection.send(*codec.encode_node_event(event))
         connection.end_output()
         return hear(connection)
-
-
-def soon(condition):
-    deadline = time.monotonic() + SOON_S
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def test_session_over_a_connection(start):

@@ -45,6 +45,7 @@ from heinfer.wire import (
 from heinfer.wire.frames import SESSION_MAGIC
 from heinfer.wire.query_codec import decode_result_event, encode_query_event
 from tests.captured_traffic import framed
+from tests.waiting import soon
 from trusted_node.link import ServerLink
 
 LOOPBACK = Address("127.0.0.1", 0)
@@ -137,15 +138,6 @@ def hear(connection):
     while (message := connection.receive()) is not None:
         events.append(decode_result_event(*message, LIMITS))
     return events
-
-
-def soon(condition):
-    deadline = time.monotonic() + SOON_S
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 @contextlib.contextmanager
