@@ -25,7 +25,7 @@ from heinfer.client.comparison import compare_outputs, report_block, report_deep
 from heinfer.client.data import fit
 from heinfer.client.environment import machine_name, versions
 from heinfer.client.journal import FinishedChunk, Journal, Task, open_journal, sample_hash
-from heinfer.client.local import LocalModel, local, peak_memory_bytes
+from heinfer.client.local import LocalModel, local, read_memory
 from heinfer.client.remote import RemoteModel
 from heinfer.client.report import BlockCosts, BlockReport, Costs, Polynomials, Report, bound_condition
 from heinfer.errors import InputError
@@ -414,5 +414,8 @@ def ring_figures(plan: Plan) -> dict[str, int]:
 
 
 def own_peak_memory_bytes() -> int | None:
-    """Return the peak resident memory of this process."""
-    return peak_memory_bytes(os.getpid())
+    """Return the peak resident memory of this process, without its children: server and node may be among these."""
+    try:
+        return read_memory(os.getpid(), "VmHWM")
+    except OSError:
+        return None
