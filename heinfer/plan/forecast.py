@@ -40,8 +40,8 @@ GROUPS_IN_FLIGHT: Final = 3
 POOL_ENTRIES: Final = 16
 POOL_BYTES: Final = 2 * 2**30
 #: Processes with the libraries that each party loads, kernels compiled.
-NODE_BASE_BYTES: Final = 215 * 10**6
-SERVER_BASE_BYTES: Final = 185 * 10**6
+NODE_BASE_BYTES: Final = 244 * 10**6
+SERVER_BASE_BYTES: Final = 194 * 10**6
 #: One process that encrypts in standard mode; seconds of a core until it does, Python and its libraries loaded.
 WORKER_BYTES: Final = 220 * 10**6
 WORKER_START_S: Final = 1.4
