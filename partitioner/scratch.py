@@ -14,9 +14,10 @@ import os
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import onnx
@@ -38,7 +39,6 @@ _ALIGNMENT = 64
 _TYPES: Mapping[int, str] = {TensorProto.FLOAT: "<f4", TensorProto.DOUBLE: "<f8", TensorProto.FLOAT16: "<f2"}
 #: Fields of a tensor that hold data beside `raw_data`, or say that these are a part of them.
 _OTHER_DATA = ("segment", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
-T = TypeVar("T")
 
 
 class Scratch:
@@ -99,12 +99,14 @@ class Scratch:
                 self._write(view[start : start + _WRITTEN])
         if not places:
             return []
-        mapped = self._tried(lambda: mmap.mmap(self._open(), self._size - first, prot=mmap.PROT_READ, offset=first))
+        with self._telling():
+            mapped = mmap.mmap(self._open(), self._size - first, prot=mmap.PROT_READ, offset=first)
         return [np.ndarray(shape, kind, mapped, offset) for offset, kind, shape in places]
 
     def _write(self, view: memoryview) -> None:
         while view:
-            written = self._tried(lambda: os.pwrite(self._open(), view, self._size))  # noqa: B023 - called at once
+            with self._telling():
+                written = os.pwrite(self._open(), view, self._size)
             view = view[written:]
             self._size += written
 
@@ -115,9 +117,11 @@ class Scratch:
             weakref.finalize(self, os.close, self._descriptor)  # mappings have descriptors of their own
         return self._descriptor
 
-    def _tried(self, action: Callable[[], T]) -> T:
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Raise what the system refuses as a PlanError that says what the folder is used for."""
         try:
-            return action()
+            yield
         except OSError as error:
             full = error.errno in DISK_FULL
             remedy = "it needs room for the model's weights" if full else "the model's weights are kept there meanwhile"

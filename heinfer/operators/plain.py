@@ -46,7 +46,7 @@ def evaluate_step(step: Step, arrays: Arrays, values: Sequence[Floats]) -> Float
         case Conv():
             return convolve(values[step.source], array(step.weights), step)
         case MatMul():
-            return _multiply(values[step.source], arrays[step.weights])
+            return _multiply(step, values[step.source], arrays[step.weights])
         case Scale():
             return values[step.source] * array(step.weights)
         case Take():
@@ -79,13 +79,11 @@ def output_rows(step: Conv | MatMul | Scale, weights: NDArray[Any], rows: slice)
     return weights[:, rows] if isinstance(step, MatMul) else weights[rows] if isinstance(step, Conv) else weights
 
 
-def _multiply(x: Floats, weights: NDArray[Any]) -> Floats:
+def _multiply(step: MatMul, x: Floats, weights: NDArray[Any]) -> Floats:
     """Return x @ weights, whose columns become float64 in tiles."""
     result = np.empty((*x.shape[:-1], weights.shape[1]))
-    columns = max(1, TILE_WEIGHTS // max(1, weights.shape[0]))
-    for first in range(0, weights.shape[1], columns):
-        part = np.asarray(weights[:, first : first + columns], np.float64)
-        result[..., first : first + columns] = x @ part
+    for columns in row_tiles(step, weights):
+        result[..., columns] = x @ np.asarray(output_rows(step, weights, columns), np.float64)
     return result
 
 
