@@ -317,6 +317,8 @@ from heinfer.training.privacy.ledger import Ledger
 from heinfer.training.privacy.mechanisms import SampledGaussian
 path, run, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 ledger = Ledger(path, "f" * 64)
+print("ready", flush=True)
+sys.stdin.readline()
 ledger.open_run(run, delta=1e-5, settings={})
 for step in range(count):
     ledger.spend(run, step, SampledGaussian(1.1, 0.02))
@@ -327,12 +329,24 @@ for step in range(count):
 def spender(path: Path, run: str, count: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", SPENDER, str(path), run, str(count)],
-        stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, env=child_environment(),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, env=child_environment(),
     )  # fmt: skip
+
+
+def begin(*processes: subprocess.Popen[str]) -> None:
+    """Let spenders begin together, once all have started: one may be done before another has loaded its libraries."""
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
 
 
 def test_spend_from_several_processes_loses_nothing(path: Path) -> None:
     processes = [spender(path, f"run-{number}", 40) for number in range(4)]
+    begin(*processes)
     for process in processes:
         process.communicate(timeout=60)
         assert process.returncode == 0
@@ -349,6 +363,7 @@ def test_spend_process_killed_at_any_time_leaves_a_sound_ledger(path: Path) -> N
     for number in range(5):
         run = f"run-{number}"
         process = spender(path, run, 1_000_000)
+        begin(process)
         assert process.stdout is not None
         process.stdout.readline()
         time.sleep(draw.uniform(0.0, 0.1))
